@@ -12,29 +12,29 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// watcher is what the hub knows of an edge that watches.
+// watcher is what the hub keeps for one edge whose Watch runs.
 type watcher struct {
 	// position is guarded by Hub.mu. Only next changes it.
 	position
-	started  bool          // owned by Watch: the edge has got a batch
+	started  bool          // the edge has got a batch; owned by the goroutine of Watch
 	replaced chan struct{} // closed by a newer Watch of the node, never sent to
 }
 
-// position says what comes next for an edge.
+// position says which buckets and changes an edge has got, and so what the hub sends next.
 type position struct {
-	buckets set           // still to be sent as a whole; empty: changes are next
-	after   services.Path // in the first of buckets, the last item that was sent; "": none of them was
+	buckets set           // the buckets that the hub must still send whole; empty: changes are next
+	after   services.Path // the last item of the first of these buckets that was sent; "": none was sent
 	cursor  uint64        // the seq of the last change that was sent
-	goal    uint64        // the series of batches ends with this change; cursor: no series is under way
+	goal    uint64        // the seq of the change that ends the series of batches; equal to cursor: no series has begun
 }
 
-// set is a set of buckets.
+// set is a set of buckets, with one bit for each bucket.
 type set [services.Buckets / 64]uint64
 
 func (s *set) add(b int)    { s[b/64] |= 1 << (b % 64) }
 func (s *set) remove(b int) { s[b/64] &^= 1 << (b % 64) }
 
-// first returns the lowest bucket of s, or -1.
+// first returns the lowest bucket of s; -1: s is empty.
 func (s *set) first() int {
 	for i, word := range s {
 		if word != 0 {
@@ -44,9 +44,10 @@ func (s *set) first() int {
 	return -1
 }
 
-// Watch serves one edge until the context of the stream is done. Each batch waits until the edge has asked for it, so
-// an edge that does not ask, or does not read, costs no more than its position. The first batch comes even if the edge
-// lacks nothing, and tells the edge that. A newer Watch of the same node ends this one at its next batch.
+// Watch sends batches to one edge until the context of the stream is done. The hub sends a batch only after the edge
+// has asked for it. So an edge that does not ask, or does not read, costs the hub no more than its position. The first
+// batch comes even if the edge lacks nothing: the batch tells the edge that its state is current. A newer Watch of the
+// same node ends this one at its next batch.
 func (h *Hub) Watch(node tunnel.NodeName, stream pb.Services_WatchServer) error {
 	asked, err := stream.Recv()
 	if err != nil {
@@ -80,7 +81,8 @@ func (h *Hub) Watch(node tunnel.NodeName, stream pb.Services_WatchServer) error 
 	}
 }
 
-// begin waits until all objects are known, and registers a watcher for an edge that has the items with these digests.
+// begin waits until the hub knows all objects, and registers a watcher. has are the digests of the items that the edge
+// has: the hub sends the buckets that differ.
 func (h *Hub) begin(ctx context.Context, node tunnel.NodeName, has services.Digests) (*watcher, error) {
 	w := &watcher{replaced: make(chan struct{})}
 	select {
@@ -141,8 +143,8 @@ func (h *Hub) next(ctx context.Context, w *watcher) (*pb.Batch, error) {
 	}
 }
 
-// advanceLocked returns the next batch for the edge, and moves its position behind it. It returns nil if there is
-// nothing to send now. The caller holds mu.
+// advanceLocked returns the next batch for the edge, and moves the edge's position behind the batch. It returns nil if
+// there is nothing to send now. The caller holds mu.
 func (h *Hub) advanceLocked(w *watcher) (*batch, error) {
 	select {
 	case <-w.replaced:

@@ -1,8 +1,9 @@
 // Package mirror lets pods of the cluster reach Services whose pods run on edge nodes, without proxy settings.
 //
-// A Service with the annotation tunnel.example/mirror, the original, gets a twin: a Service without selector, whose
-// endpoints are the replicas of the cloud, on a port of the cloud for each of its TCP ports. A connection to such a
-// port goes to an endpoint of the original, as package egress chooses it.
+// A Service with the annotation tunnel.example/mirror is an original. The cloud makes a twin for each original: a
+// Service without selector, with the TCP ports of the original. The endpoints of the twin are the replicas of the
+// cloud, with one port of the cloud for each TCP port. A replica forwards a connection to that port to an endpoint of
+// the original, which package egress chooses.
 //
 //	objects := client.Mirrors(kube.MirrorsConfig{
 //		Annotation: mirror.Annotation, Label: mirror.Label, Value: "tunnel-system",
@@ -15,15 +16,16 @@
 //
 //	pod ── ClusterIP of the twin ──▶ a replica, port 20000 ── Mirror: web.shop.svc:80 ── Config.Serve
 //
-// The EndpointSlice of a twin records the port, and all replicas follow the EndpointSlices. One replica, which holds
-// the Lease, assigns ports and writes twins and EndpointSlices (writer.go). It copies the ready endpoints of a Service
-// that selects the pods of the cloud, so a replica that stops or dies leaves the EndpointSlices as it leaves that
-// Service.
+// The EndpointSlice of a twin records the ports of the cloud, and all replicas read the EndpointSlices. One replica
+// holds a Lease. That replica assigns ports, and writes twins and EndpointSlices (writer.go). It copies the ready
+// endpoints of a Service that selects the pods of the cloud. So a replica that stops leaves the EndpointSlices of twins
+// at the same time as those of that Service.
 //
-// Users may change a twin, as they may change the original. Few users may change EndpointSlices. Therefore no port is
-// read from the twin. If two EndpointSlices claim one port, the older one counts.
+// Users who may change an original may also change its twin, but few users may change EndpointSlices. Therefore the
+// cloud reads no port from a twin. If two EndpointSlices claim the same port, the older one counts.
 //
-// Nobody authenticates callers. callers.go bounds them, and refuses to dial a port of a twin for a caller of a twin.
+// The cloud does not authenticate the callers of a twin. callers.go limits their connections, and refuses connections
+// from one twin to another.
 package mirror
 
 import (
@@ -47,38 +49,39 @@ import (
 )
 
 const (
-	// Annotation of a Service says that it has a twin: "true", or the name of the twin.
+	// Annotation marks an original: its value is "true", or the name that the twin gets.
 	Annotation = "tunnel.example/mirror"
-	// Label of twins and of their EndpointSlices has the namespace of the cloud that has made them.
+	// Label of a twin and of its EndpointSlices: its value is the namespace of the cloud that made them.
 	Label = "tunnel.example/mirrored-by"
-	// labelOf has the name of the original.
+	// labelOf is the label of a twin and of its EndpointSlices with the name of the original.
 	labelOf = "tunnel.example/mirror-of"
 )
 
 // Config configures a [Mirror].
 type Config struct {
-	Objects     *kube.Mirrors // what Kubernetes has; with Annotation, Label and Owner
+	Objects     *kube.Mirrors // reads and writes Services and EndpointSlices; with Annotation, Label and Owner
 	Owner       string        // the namespace of the cloud: the value of Label
 	First, Last uint16        // the ports that the cloud may open
-	Namespaces  []string      // whose Services are mirrored; nil: all
-	// Serve connects a caller to addr, host:port of a Service. It owns c, and returns when the conn has ended, which ctx
-	// ends at the latest.
+	Namespaces  []string      // where originals may be; nil: in all namespaces
+	// Serve forwards c, the connection of a caller, to addr, the host:port of a Service. Serve owns c. It returns when the
+	// connection has ended; when ctx is done, it ends the connection.
 	Serve    func(ctx context.Context, c net.Conn, addr string)
 	Sockets  *listen.Sockets  // opens the listeners; nil: nobody can take them over
 	Counters *tunnel.Counters // counts panics, and limits that are reached
 	Log      *slog.Logger
 }
 
-// Mirror is the module that serves the ports of twins.
+// Mirror is the module that opens the ports of twins, and forwards the connections of callers to endpoints of
+// originals.
 type Mirror struct {
 	// Set once.
 	cfg    Config
 	log    *slog.Logger
-	grace  time.Duration // how long conns may go on after Run's ctx is done
+	grace  time.Duration // how long conns may continue after the context of Run is done
 	listen func(ctx context.Context, port uint16) (net.Listener, error)
 
 	callers  callers
-	warnFull tunnel.Limiter                      // of log lines about connections that are reset
+	warnFull tunnel.Limiter                      // limits log lines about connections that are reset
 	replicas atomic.Pointer[map[netip.Addr]bool] // the addresses of the replicas; nil: not known yet
 
 	doors map[uint16]*door // owned by Run
@@ -87,12 +90,12 @@ type Mirror struct {
 	opened bool            // Run has opened the ports once
 	failed error           // why a port is not open; nil: all are
 	seen   map[uint16]bool // the ports in the EndpointSlices
-	// freed says since when a port is in no EndpointSlice, for freedFor. It gets no other twin meanwhile: kube-proxy on
-	// some node may still lead callers of the old twin there.
+	// freed says since when a port that a twin had is in no EndpointSlice. For freedFor, no other twin gets the port:
+	// kube-proxy on some node may still send callers of the old twin there.
 	freed map[uint16]time.Time
 }
 
-// door is an open port.
+// door is an open port of the cloud that belongs to a port of a twin.
 type door struct {
 	ln   net.Listener
 	addr atomic.Pointer[string] // host:port of the original; never nil
@@ -118,8 +121,8 @@ func New(cfg Config) *Mirror {
 // Name implements tunnel.Module.
 func (m *Mirror) Name() string { return "mirror" }
 
-// Ready returns an error until the ports of twins were opened once. If Kubernetes cannot be read, it returns nil: only
-// twins need it. Note reports the failure.
+// Ready returns an error until Run has opened the ports of twins once. If Kubernetes cannot be read, Ready returns nil:
+// only twins need Kubernetes. Note reports that failure.
 func (m *Mirror) Ready() error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -129,7 +132,7 @@ func (m *Mirror) Ready() error {
 	return nil
 }
 
-// Note returns why a twin may not work here; "": all do.
+// Note returns why a twin may not work at this replica; "": all twins work.
 func (m *Mirror) Note() string {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -142,10 +145,11 @@ func (m *Mirror) Note() string {
 	return ""
 }
 
-// openAgain is the pause before another attempt to open a port.
+// openAgain is the pause before Run tries again to open a port.
 const openAgain = 5 * time.Second
 
-// Run serves the ports of twins until ctx is done. Then it closes them, and conns may go on for tunnel.GracePeriod.
+// Run serves the ports of twins until ctx is done. Then Run closes the ports, and conns may continue for
+// tunnel.GracePeriod.
 func (m *Mirror) Run(ctx context.Context) error {
 	conns, endConns := tunnel.Grace(context.WithValue(ctx, callerKey{}, true), m.grace)
 	defer endConns()
@@ -177,7 +181,7 @@ func (m *Mirror) Run(ctx context.Context) error {
 	return nil
 }
 
-// open opens and closes ports, so that those of v are open. It calls start for each that is new.
+// open opens the ports that the twins in v have, and closes all other ports. It calls start for each door that is new.
 func (m *Mirror) open(ctx context.Context, v kube.MirrorView, start func(*door)) error {
 	m.track(v.Slices)
 	m.know(v.Replicas)
@@ -213,10 +217,11 @@ func (m *Mirror) open(ctx context.Context, v kube.MirrorView, start func(*door))
 	return failed
 }
 
-// freedFor is how long a port has no twin before it gets another one. kube-proxy needs seconds at most.
+// freedFor is how long a port stays without a twin before another twin gets the port. kube-proxy needs a few seconds to
+// forget the old twin.
 const freedFor = time.Minute
 
-// track notes which ports are in EndpointSlices, and which no longer are.
+// track notes which ports are in EndpointSlices now, and which ports have left them.
 func (m *Mirror) track(all []kube.Slice) {
 	now := make(map[uint16]bool)
 	for _, s := range all {
@@ -235,7 +240,8 @@ func (m *Mirror) track(all []kube.Slice) {
 	maps.DeleteFunc(m.freed, func(_ uint16, at time.Time) bool { return time.Since(at) >= freedFor })
 }
 
-// accept serves callers of a port until its listener is closed.
+// accept accepts connections at the port of d until the listener is closed. It serves each connection in a goroutine
+// that running counts. conns is the context of the connections.
 func (m *Mirror) accept(conns context.Context, d *door, running *sync.WaitGroup) {
 	err := listen.Accept(conns, d.ln, func(c net.Conn) {
 		from := listen.AddrOf(c.RemoteAddr())
@@ -256,13 +262,13 @@ func (m *Mirror) accept(conns context.Context, d *door, running *sync.WaitGroup)
 	}
 }
 
-// An original is a Service that shall have a twin.
+// original is a Service that should have a twin.
 type original struct {
 	kube.Service
 	twin string // the name of the twin
 }
 
-// addr returns the host:port by which callers of egress name a port of the original.
+// addr returns the host:port of a port of the original, as package egress reads it.
 func (o original) addr(p kube.ServicePort) string {
 	return fmt.Sprintf("%s.%s.svc:%d", o.Name, o.Namespace, p.Port)
 }
@@ -280,8 +286,8 @@ func (o original) tcp() (all []kube.ServicePort) {
 	return all
 }
 
-// originals returns the Services that shall have a twin, by the key of the twin. problems say by the key of a Service
-// why it has none, or why its twin lacks a port.
+// originals returns the Services that should have a twin, by NAMESPACE/NAME of the twin. problems say, by
+// NAMESPACE/NAME of the Service, why a Service gets no twin, or which ports the twin lacks.
 func (c Config) originals(v kube.MirrorView) (all map[string]original, problems map[string]string) {
 	all, problems = make(map[string]original), make(map[string]string)
 	for _, s := range v.Services {
@@ -322,8 +328,8 @@ func isServiceName(s string) bool {
 	return err == nil && len(s) <= 63 && !strings.Contains(s, ".") && s[0] >= 'a'
 }
 
-// routes returns the address of an original for each port of the cloud that an EndpointSlice records. If two claim a
-// port, the older one counts, or else one could take the callers of the other.
+// routes returns, for each port of the cloud that an EndpointSlice records, the host:port of the original. If two
+// EndpointSlices claim one port, the older one counts: a new twin must not take over the callers of an old one.
 func (c Config) routes(v kube.MirrorView, originals map[string]original) map[uint16]string {
 	routes := make(map[uint16]string)
 	oldest := slices.Clone(v.Slices)

@@ -11,14 +11,14 @@ import (
 	"tunnel.example/tunnel/pkg/udp"
 )
 
-// Policy decides which endpoints the edge may connect to. *auth.Policy is one.
+// Policy decides to which endpoints the edge may connect, and connects to them. *auth.Policy is one.
 type Policy interface {
 	udp.Policy
 	DialRequest(ctx context.Context, r tunnel.Request) (net.Conn, error)
 	Permits(to netip.AddrPort) bool
 }
 
-// Edge is the edge's module for conns that come from other nodes: it dials the endpoints of this node.
+// Edge is the edge's module for conns from other nodes. It dials endpoints on this node, and nothing else.
 type Edge struct {
 	relay     *Relay
 	policy    Policy
@@ -27,9 +27,9 @@ type Edge struct {
 
 var _ tunnel.Routed = (*Edge)(nil)
 
-// NewEdge returns the module. r knows the endpoints. policy connects to them. It should permit the addresses of Home:
-// a user who may write EndpointSlices can claim that any address is on this node. r itself dials endpoints of this node
-// under the same policy.
+// NewEdge returns the module. r knows the endpoints of this node, and policy dials them. From now on, r also asks
+// policy before it dials such an endpoint itself. policy should permit only the addresses for which r.Home is true: a
+// user who may write EndpointSlices can claim that any address is on this node.
 func NewEdge(r *Relay, policy Policy) *Edge {
 	e := &Edge{relay: r, policy: policy, datagrams: udp.NewEdge(ownTargets{policy, r}, r.cfg.Datagrams)}
 	r.ends = append(r.ends, e.datagrams)
@@ -56,14 +56,14 @@ func (e *Edge) Routes() map[string]tunnel.Handler {
 	}
 }
 
-// Run implements tunnel.Module. The sessions own the conns and wait for them.
+// Run implements tunnel.Module. The sessions own the conns, and wait for them to end.
 func (e *Edge) Run(ctx context.Context) error { return e.datagrams.Run(ctx) }
 
-// stateTime is how long an open waits for a state that has its endpoint. The cloud may have learnt of a new endpoint
-// earlier than this node.
+// stateTime is how long an open waits until the state of this node has the endpoint. The cloud may have learnt of a new
+// endpoint before this node has.
 const stateTime = 2 * time.Second
 
-// serve dials an endpoint of this node.
+// serve dials an endpoint of this node for another node. It refuses every other address.
 func (e *Edge) serve(ctx context.Context, req tunnel.Request) (net.Conn, error) {
 	addr, err := netip.ParseAddrPort(req.Addr)
 	protocol := map[string]string{"tcp": protocolTCP, tunnel.NetworkUDP: protocolUDP}[req.Network]
@@ -81,7 +81,8 @@ func (e *Edge) serve(ctx context.Context, req tunnel.Request) (net.Conn, error) 
 	return e.policy.DialRequest(ctx, req)
 }
 
-// waitForOwn reports whether this node has an endpoint, now or within stateTime.
+// waitForOwn reports whether the endpoint at is on this node. It waits up to stateTime for a state in which the
+// endpoint is.
 func (r *Relay) waitForOwn(ctx context.Context, at address) bool {
 	late := time.NewTimer(stateTime)
 	defer late.Stop()
@@ -102,10 +103,10 @@ func (r *Relay) waitForOwn(ctx context.Context, at address) bool {
 	}
 }
 
-// Home reports whether an address is one of this node or of its pods. Both the cloud and the machine have to say so:
-// in spec.podCIDRs of the node's Node, and routed to a container; or one of its InternalIPs, and one of this machine.
-// So a user who may write EndpointSlices cannot reach other containers, and a cloud cannot reach the network around
-// the node.
+// Home reports whether an address belongs to this node or to one of its pods. Both the cloud and the machine must say
+// so. The address of a pod is in spec.podCIDRs of the node's Node, and routed to a container. The address of the node
+// is one of the Node's InternalIPs, and one of this machine. So a user who may write EndpointSlices cannot reach other
+// containers, and a cloud cannot reach the network around the node.
 func (r *Relay) Home(addr netip.Addr) bool {
 	addr = addr.Unmap()
 	isPod, isNode := r.claimed(addr)
@@ -113,7 +114,8 @@ func (r *Relay) Home(addr netip.Addr) bool {
 		(isPod && r.cfg.InContainer != nil && r.cfg.InContainer(addr) || isNode && r.cfg.IsOwn != nil && r.cfg.IsOwn(addr))
 }
 
-// claimed reports whether the cloud says that an address is one of a pod of this node, or of the node itself.
+// claimed reports what the cloud says of an address. isPod: it is in the networks of this node's pods. isNode: it is an
+// InternalIP of this node.
 func (r *Relay) claimed(addr netip.Addr) (isPod, isNode bool) {
 	r.mu.RLock()
 	defer r.mu.RUnlock()

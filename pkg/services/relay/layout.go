@@ -6,11 +6,11 @@ import (
 	"net/netip"
 )
 
-// How rules are laid out in the kernel's table. No chain is for one Service or one endpoint: each rule is a few
-// elements of sets that all Services share, and a chain is for a number of endpoints. So a change is a few elements,
-// and the way of a packet does not depend on how many Services there are.
+// How rules are laid out in the kernel's table. No chain of nftables belongs to one Service or one endpoint. A rule
+// becomes a few elements of sets, which all Services share, and chains differ only by the number of endpoints. So a
+// change of one Service changes a few elements. The work for one packet does not depend on the number of Services.
 
-// setKind is what a set is for. Each family has one set of a kind.
+// setKind says what a set of nftables holds. The table has one set of each kind for IPv4, and one for IPv6.
 type setKind uint8
 
 const (
@@ -19,34 +19,34 @@ const (
 	setFront                     // address . protocol . port → chain
 	setPorts                     // protocol . node port → chain
 	setEnds                      // address . protocol . port . index → address . port of an endpoint
-	setLive                      // address . protocol . port . address . port of an endpoint: a caller may keep it
-	setLiveLocal                 // the same, of callers that get rule.local
-	setAffine                    // caller . address . protocol . port → address . port of its endpoint, for a time
-	setNone                      // address . protocol . port → chain that refuses
-	setNonePorts                 // protocol . node port → chain that refuses
+	setLive                      // address . protocol . port . address . port of an endpoint that a caller may keep
+	setLiveLocal                 // as setLive, for the endpoints of rule.local
+	setAffine                    // caller . address . protocol . port → address . port of its endpoint; expires
+	setNone                      // address . protocol . port → chain that refuses or drops
+	setNonePorts                 // protocol . node port → chain that refuses or drops
 	setIPs                       // ClusterIPs
-	setHairpin                   // address . address of endpoints on this node
+	setHairpin                   // an endpoint on this node, twice: as source and as destination
 	setPods                      // networks of the node's pods
-	setKinds                     // how many there are
+	setKinds                     // the number of kinds
 )
 
-// String returns what the name of the set of IPv4 begins with, without the family.
+// String returns the beginning of the set's name. The family (4 or 6) and the id of the table follow.
 func (k setKind) String() string {
 	return [setKinds]string{"services", "relayports", "front", "ports", "ends", "live", "livelocal", "affine", "none",
 		"noneports", "ips", "hairpin", "pods"}[k]
 }
 
-// element is one element of a set.
+// element is one element of a set of nftables. An element of a map also has data (val) or leads to a chain (to).
 type element struct {
 	set setKind
-	key string // as the kernel has it
-	val string // of a map of data, as the kernel has it
-	to  chain  // of a map of verdicts
-	end bool   // the key is the first one after an interval
+	key string // in the kernel's form
+	val string // only in a map of data: the data, in the kernel's form
+	to  chain  // only in a map of verdicts: the chain that packets go to
+	end bool   // the key is the first address after a network of setPods
 }
 
-// isDispatch reports whether the element leads to a chain or refuses. Others are endpoints: they must be there while a
-// chain that may choose them can be reached.
+// isDispatch reports whether the element sends packets to the relay or to a chain, or has no endpoint. The other
+// elements are endpoints. An endpoint must be in the table as long as a chain that may choose it receives packets.
 func (e element) isDispatch() bool {
 	switch e.set {
 	case setEnds, setLive, setLiveLocal:
@@ -60,31 +60,32 @@ type chainKind uint8
 
 const (
 	noChain     chainKind = iota
-	chainPick             // translates to one of n endpoints at random
-	chainAffine           // the same, but a caller keeps its endpoint
-	chainSplit            // one chain for callers on this node, another one for others
-	chainRelay            // translates to the relay
-	chainReject           // refuses
+	chainPick             // translates the destination to one of n endpoints, at random
+	chainAffine           // as chainPick, but each caller keeps its endpoint
+	chainSplit            // sends callers on this node to one chain, and other callers to another chain
+	chainRelay            // translates the destination to the address of the relay
+	chainReject           // answers that nobody listens
 	chainDrop             // drops
 )
 
-// chain is a chain that elements lead to. Equal chains are one.
+// chain describes a chain of nftables that elements send packets to. The table has one chain for all elements with an
+// equal description.
 type chain struct {
 	kind       chainKind
 	v6         bool
-	n          int    // of chainPick and chainAffine, and of chainSplit for callers on this node; 0: none
-	local      bool   // the endpoints are those of this node, see firstLocal
-	node       bool   // the address is a node port: its elements have the address 0
-	sticky     uint32 // of chainAffine and chainSplit, seconds
+	n          int    // chainPick, chainAffine: endpoints. chainSplit: endpoints for callers on this node, or 0
+	local      bool   // the chain chooses among the endpoints of rule.local, see firstLocal
+	node       bool   // packets go to a node port: the keys of the endpoints have the address 0
+	sticky     uint32 // chainAffine, chainSplit: how long a caller keeps its endpoint, in seconds
 	masquerade bool
-	m          int    // of chainSplit: endpoints for other callers
-	port       uint16 // of chainRelay, and of chainSplit if callers on this node get the relay; 0: they do not
+	m          int    // chainSplit: the number of endpoints for other callers
+	port       uint16 // of the relay, for chainRelay. chainSplit: callers on this node go to this port; 0: they do not
 }
 
-// firstLocal is the index of the first endpoint of rule.local. Those of rule.ends begin at 0.
+// firstLocal is the index of the first endpoint of rule.local in setEnds. The endpoints of rule.ends begin at index 0.
 const firstLocal = 1 << 20
 
-// name returns the name of a chain, without the id of the process.
+// name returns the name of a chain. The id of the table follows it in the kernel.
 func (c chain) name() string {
 	family := 4
 	if c.v6 {
@@ -121,14 +122,15 @@ func pick(v6, node, local bool, n int, sticky uint32, masquerade bool) chain {
 	return c
 }
 
-// random returns the chain that a chain falls back to which keeps the endpoints of callers.
+// random returns the chainPick for the endpoints of a chainAffine. Connections use it when the kernel cannot remember
+// the endpoint of another caller.
 func (c chain) random() chain {
 	c.kind, c.sticky = chainPick, 0
 	return c
 }
 
-// parts returns the chains of a split: for pods of this node, for its own processes, and for other callers. Their kind
-// may be noChain.
+// parts returns the chains to which a chainSplit sends packets: from pods of this node, from the node's own processes,
+// and from other callers. With kind noChain, the rules leave such packets alone.
 func (c chain) parts() (pods, own, others chain) {
 	switch {
 	case c.port > 0:
@@ -145,7 +147,7 @@ func (c chain) parts() (pods, own, others chain) {
 	return pods, own, others
 }
 
-// needs returns the chains that a chain leads to.
+// needs returns the chains to which the rules of c send packets. The table must have them before c.
 func (c chain) needs() (all []chain) {
 	switch c.kind {
 	case chainAffine:
@@ -172,28 +174,29 @@ func protocolNumber(name string) byte {
 	return 6
 }
 
-// key is an address of a map: each part fills whole registers of four bytes.
+// key returns an address, its protocol and its port as the key of a set. Each part fills whole registers of four bytes.
 func key(at address) []byte { return append(at.Addr().AsSlice(), portKey(at)...) }
 
-// portKey is the key without the address.
+// portKey returns the protocol and the port of an address as the key of a set for node ports.
 func portKey(at address) []byte {
 	b := []byte{protocolNumber(at.protocol), 0, 0, 0}
 	b = binary.BigEndian.AppendUint16(b, at.Port())
 	return append(b, 0, 0)
 }
 
-// endKey is the key of the endpoint of an address with an index. The kernel has numbers in its own byte order.
+// endKey returns the key in setEnds of the endpoint with an index. Random numbers of the kernel, such as the index, are
+// in the byte order of the machine.
 func endKey(at address, index int) string {
 	return string(binary.NativeEndian.AppendUint32(key(at), uint32(index))) //nolint:gosec // endpoints are fewer
 }
 
-// endData is an endpoint as data of a map.
+// endData returns the address and the port of an endpoint as data of a map.
 func endData(end netip.AddrPort) string {
 	b := binary.BigEndian.AppendUint16(end.Addr().AsSlice(), end.Port())
 	return string(append(b, 0, 0))
 }
 
-// elements returns the elements of a rule.
+// elements returns the elements that make the kernel follow rule r for packets to a.
 func (a address) elements(r rule) (all []element) {
 	v6, node := a.Addr().Is6(), a.isNodePort()
 	dispatch := func(ofAddress, ofPort setKind, e element) {
@@ -236,7 +239,7 @@ func (a address) elements(r rule) (all []element) {
 	return all
 }
 
-// ends appends the elements of the endpoints of a rule.
+// ends appends the elements for the endpoints of rule r.
 func (a address) ends(all []element, r rule) []element {
 	for first, list := range map[int][]netip.AddrPort{0: r.ends, firstLocal: r.local} {
 		set := setLive
@@ -255,7 +258,8 @@ func (a address) ends(all []element, r rule) []element {
 	return all
 }
 
-// addressAfter returns the address after the last one of a network. It is not valid if there is none.
+// addressAfter returns the first address after a network. The address is not valid if the network ends with the last
+// address of its family.
 func addressAfter(p netip.Prefix) netip.Addr {
 	b := p.Masked().Addr().AsSlice()
 	for i := range b {
@@ -269,15 +273,15 @@ func addressAfter(p netip.Prefix) netip.Addr {
 	return last.Next()
 }
 
-// steps are the changes that make the elements of some rules those of others. The kernel does them in this order: no
-// packet may meet a chain whose endpoints are missing.
+// steps are the changes of elements that replace some rules by others. The kernel applies them in this order, so that
+// no packet meets a chain whose endpoints are missing.
 type steps struct {
-	early  []change // of endpoints that are added or replaced
-	atOnce []change // of what leads to chains. Those of one address are one transaction.
-	late   []change // of endpoints that go
+	early  []change // adds and replaces endpoints
+	atOnce []change // changes what leads to chains; all changes of one address are in one transaction
+	late   []change // removes endpoints
 }
 
-// change replaces one element; either may be missing.
+// change replaces the element gone by add. Without gone, it only adds an element; without add, it only removes one.
 type change struct {
 	at        address
 	gone, add *element
@@ -306,7 +310,7 @@ func elementsOf(at address, in rules) []element {
 	return at.elements(r)
 }
 
-// elementKey tells the elements of all sets apart.
+// elementKey identifies an element among those of all sets.
 type elementKey struct {
 	set setKind
 	key string

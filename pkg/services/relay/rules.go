@@ -6,34 +6,36 @@ import (
 	"slices"
 )
 
-// kind is what the kernel does with packets to an address.
+// kind says what the kernel does with packets to an address, or what else the rule of that address is about.
 type kind uint8
 
 const (
-	// toRelay: they go to the relay.
+	// toRelay: packets go to the relay.
 	toRelay kind = iota
-	// toEnds: they go to one of the rule's ends.
+	// toEnds: packets go to one of the endpoints in rule.ends.
 	toEnds
-	// toSplit: packets of this node and of its pods are treated as the rule's inside says. Others go to one of the
-	// rule's local ends; without any, the kernel drops them.
+	// toSplit: packets of this node and of its pods are treated as rule.inside says. Other packets go to one of the
+	// endpoints in rule.local; if there is none, the kernel drops them.
 	toSplit
 	// toReject: the kernel answers that nobody listens.
 	toReject
-	// toDrop: the kernel drops them.
+	// toDrop: the kernel drops the packets.
 	toDrop
 
-	// The following kinds are of addresses that are no port of a Service. Their protocol says so.
+	// The following kinds are for rules about an address alone, and not about a port of a Service. The address then has
+	// one of the protocols aboutClusterIP, aboutOwn and aboutPods.
 
 	// isClusterIP: the address is a ClusterIP. The kernel refuses packets to ports that no Service has.
 	isClusterIP
-	// isOwn: the address is that of an endpoint on this node. If it calls itself by a Service, the kernel masquerades it:
-	// no answer would come by the kernel otherwise.
+	// isOwn: the address is that of an endpoint on this node. If the endpoint calls itself by a Service, the kernel
+	// masquerades the connection. Otherwise the pod would answer itself directly, and the kernel could not translate the
+	// answer.
 	isOwn
-	// isPods: the address is that of a network of pods of this node, and the port is the length of its prefix.
+	// isPods: the address is that of a network of this node's pods, and the port is the length of the network's prefix.
 	isPods
 )
 
-// The protocols of addresses that are no port of a Service.
+// These texts stand in place of a protocol for the kinds isClusterIP, isOwn and isPods.
 const (
 	aboutClusterIP = "a ClusterIP"
 	aboutOwn       = "an endpoint of this node"
@@ -45,18 +47,18 @@ func (a address) isPort() bool {
 	return a.protocol != aboutClusterIP && a.protocol != aboutOwn && a.protocol != aboutPods
 }
 
-// isNodePort reports whether an address is a port of all addresses of the node.
+// isNodePort reports whether an address is a node port: a port of a Service at all addresses of the node.
 func (a address) isNodePort() bool { return a.isPort() && a.Addr().IsUnspecified() }
 
-// rule is what the kernel has to do with packets to an address. It never changes.
+// rule says what the kernel has to do with packets to an address. It never changes.
 type rule struct {
 	kind       kind
-	port       uint16           // of the relay's own address, if some packets go there
-	ends       []netip.AddrPort // in order
-	inside     kind             // of toSplit: toEnds, toRelay or toReject
-	local      []netip.AddrPort // of toSplit, in order
-	sticky     uint32           // how long a caller keeps its end, in seconds; 0: each connection gets any
-	masquerade bool             // answers come by this node, since callers are elsewhere
+	port       uint16           // of the relay, for packets that go to the relay
+	ends       []netip.AddrPort // the endpoints that packets may go to, sorted
+	inside     kind             // only with toSplit: toEnds, toRelay or toReject
+	local      []netip.AddrPort // only with toSplit: the endpoints for callers outside of this node, sorted
+	sticky     uint32           // how long a caller keeps its endpoint, in seconds; 0: each connection may get another one
+	masquerade bool             // the kernel masquerades: callers are outside, and answers must pass this node
 }
 
 func (r rule) equal(other rule) bool {
@@ -67,13 +69,13 @@ func (r rule) equal(other rule) bool {
 // relayed reports whether the rule sends packets to the relay.
 func (r rule) relayed() bool { return r.kind == toRelay || r.kind == toSplit && r.inside == toRelay }
 
-// leads reports whether a flow that the rule has let pass may lead to an address. own is the relay's own address.
+// leads reports whether the rule may have sent a flow to the address to. own is the relay's own address.
 func (r rule) leads(to netip.AddrPort, own netip.Addr) bool {
 	return r.relayed() && to == netip.AddrPortFrom(own, r.port) ||
 		slices.Contains(r.ends, to) || slices.Contains(r.local, to)
 }
 
-// rules are what the kernel has to do.
+// rules are the rules that the kernel should have, by the address whose packets each rule is for.
 type rules map[address]rule
 
 // sorted returns the addresses in order.
@@ -100,7 +102,7 @@ func (r rules) toRelay() rules {
 	return some
 }
 
-// mayStay reports whether all flows that r has let pass may go on by the rule after it.
+// mayStay reports whether all flows that began under rule r may continue under the rule after, which replaces r.
 func (r rule) mayStay(after rule) bool {
 	stays := func(end netip.AddrPort) bool {
 		return slices.Contains(after.ends, end) || slices.Contains(after.local, end)
@@ -110,7 +112,8 @@ func (r rule) mayStay(after rule) bool {
 		!slices.ContainsFunc(r.ends, gone) && !slices.ContainsFunc(r.local, gone)
 }
 
-// outdates returns the rules of before and after that may have flows which lead elsewhere than after says.
+// outdates compares the rules before a change with the rules after it. It returns the rules of addresses that may have
+// flows to where their new rule would not send them.
 func outdates(before, after rules) (was, now rules) {
 	was, now = make(rules), make(rules)
 	for at, one := range after {
@@ -126,8 +129,8 @@ func outdates(before, after rules) (was, now rules) {
 	return was, now
 }
 
-// difference returns what differs between r and want: the rules of r that want does not have, or has changed, and
-// those of want that r does not have as they are.
+// difference returns the rules that must go and the rules that must come to turn r into want. A rule that changes is in
+// both.
 func (r rules) difference(want rules) (before, after rules) {
 	before, after = make(rules), make(rules)
 	for at, one := range want {
