@@ -7,22 +7,22 @@ import (
 	"strings"
 )
 
-// Self is the node that chooses.
+// Self is the node for whose callers Choose chooses.
 type Self struct {
 	Node string // the name of its Node. Empty: no endpoint is local.
 	Zone string // the zone of its Node (label topology.kubernetes.io/zone). Empty: none.
 }
 
-// Choice is the endpoints that a port of a Service may use on a node. The lists keep the order of the endpoints that
-// Choose got. They may share memory with these endpoints and with each other, so change a copy.
+// Choice has the endpoints that connections to a port of a Service may use on one node. The lists keep the order of the
+// endpoints that Choose got. The lists may share memory with each other and with that argument, so change only a copy.
 //
 // Traffic to a ClusterIP uses Local if internalTrafficPolicy is Local (Service.internal_local), else Cluster. Traffic
 // to a node port, an external IP or an IP of a load balancer uses Local if externalTrafficPolicy is Local
-// (Service.external_local), else Cluster. With that policy it uses Cluster nevertheless if it comes from the node
-// itself or one of its pods.
+// (Service.external_local), else Cluster. Such traffic always uses Cluster if it comes from the node itself or from one
+// of its pods.
 type Choice struct {
-	// Cluster is for traffic with the policy Cluster: endpoints on any node, the near ones if hints say which these
-	// are. It is empty if the port has no such traffic.
+	// Cluster is for traffic with the policy Cluster: endpoints on any node, or only the near ones if hints name them. It
+	// is empty if the port has no such traffic.
 	Cluster []Named
 	// Local is for traffic with the policy Local: endpoints on this node, whatever their hints. It is empty if the
 	// port has no such traffic.
@@ -44,12 +44,13 @@ type Choice struct {
 //   - EndpointSliceCache.addEndpoints (pkg/proxy/endpointslicecache.go): families, ports, and addresses in two slices.
 //   - BaseServicePortInfo.UsesClusterEndpoints and UsesLocalEndpoints (pkg/proxy/serviceport.go): which policies count.
 //
-// An endpoint is usable if it is ready. If none is ready, those are usable that terminate and still serve. So a Service
-// whose last pods are about to end loses no connection before they do. This holds for Cluster and Local separately.
+// An endpoint is usable if it is ready. If no endpoint is ready, endpoints that terminate and still serve are usable.
+// So a Service whose last pods are about to end keeps its connections until they end. Choose applies this rule to
+// Cluster and to Local separately.
 //
-// Hints count only if every ready endpoint has some and one of them is for this node: first its name, then its zone.
-// Service.distribution is not read, since kube-controller-manager has made hints of it. For the same reason
-// Service.publish_not_ready is not read: the endpoints are ready.
+// Hints count only if every ready endpoint has hints, and one of the hints is for this node: for its name, or else for
+// its zone. Choose does not read Service.distribution, since kube-controller-manager has made hints of it. Choose does
+// not read Service.publish_not_ready, since the endpoints of such a Service are marked as ready.
 //
 // Where kube-proxy leaves the result to chance, Choose does not: of several endpoints with one address and port it
 // takes the first that does not terminate. Choose compares addresses as text, in the form of [netip.Addr.String].
@@ -119,10 +120,10 @@ func hinted(ready []Named, hints func(*Endpoint) []string, place string) []Named
 	return keep(ready, func(e *Endpoint) bool { return slices.Contains(hints(e), place) })
 }
 
-// unique returns list with one endpoint for each address and port. Two slices hold the same address while an endpoint
-// moves from slice to slice, and when a new pod gets the address of a pod that terminates.
+// unique returns list with only one endpoint for each address and port. Two slices hold the same address while an
+// endpoint moves between slices, and when a new pod gets the address of a pod that terminates.
 func unique(list []Named, port *Port) []Named {
-	ascending := true // as in a State, if they are of one slice
+	ascending := true // the list of one slice, as a State sorts it, has no address twice
 	for i := 1; i < len(list) && ascending; i++ {
 		ascending = list[i-1].GetAddress() < list[i].GetAddress()
 	}
@@ -154,7 +155,7 @@ func union(a, b []Named) []Named {
 	return append(slices.Clip(a), more...)
 }
 
-// keep returns the endpoints for which ok returns true. If these are all, it returns list itself.
+// keep returns the endpoints for which ok returns true. If ok is true for all of them, keep returns list itself.
 func keep(list []Named, ok func(*Endpoint) bool) []Named {
 	n := 0
 	for _, e := range list {

@@ -1,8 +1,8 @@
-// Package services is what a cloud tells an edge about the Services of the cluster, and what the edge makes of it:
-// the items and their paths, the state that a node keeps, and which endpoints a node uses.
+// Package services has what a cloud and its edges share about the Services of the cluster: the items that a cloud sends
+// and their paths, the state that an edge keeps of them, and the choice of endpoints for a node.
 //
-// The package is pure: it reads no file, opens no connection, and knows no Kubernetes client. Package hub, at the
-// cloud, gathers items and sends them. Package relay, at the edge, keeps them and serves connections.
+// The package reads no file, opens no connection, and knows no Kubernetes client. Package hub, in the cloud, gathers
+// items and sends them. Package relay, in the edge, keeps them and serves connections.
 package services
 
 import (
@@ -22,11 +22,11 @@ type (
 	Port     = pb.Port
 )
 
-// What an edge that serves Services has in the kernel of its node.
+// An edge that serves Services has these in the kernel of its node.
 const (
 	RulesTable    = "tunnel-services"     // its nftables table, of the family inet
-	RulesTableDNS = "tunnel-services-dns" // the same, for names
-	RelayAddress  = "169.254.77.1"        // on loopback: where the rules lead
+	RulesTableDNS = "tunnel-services-dns" // the nftables table that redirects DNS queries
+	RelayAddress  = "169.254.77.1"        // the relay's own address, on loopback: the rules redirect to it
 )
 
 // Path names an item:
@@ -48,7 +48,7 @@ const (
 // ServicePath returns the path of a Service.
 func ServicePath(namespace, name string) Path { return kindService + "/" + namespace + "/" + name }
 
-// CutService returns the namespace and the name in the path of a Service. Other paths are not ok.
+// CutService returns the namespace and the name in the path of a Service. ok is false for any other path.
 func CutService(p Path) (namespace, name string, ok bool) {
 	parts := split(p)
 	if parts == nil || parts[0] != kindService {
@@ -57,7 +57,7 @@ func CutService(p Path) (namespace, name string, ok bool) {
 	return parts[1], parts[2], true
 }
 
-// EndpointPath returns the path of an address of an EndpointSlice. The slice has the name of its Service in the label
+// EndpointPath returns the path of one address in an EndpointSlice. service is the slice's label
 // kubernetes.io/service-name.
 func EndpointPath(namespace, service, slice, address string) Path {
 	return kindEndpoint + "/" + namespace + "/" + service + "/" + slice + "/" + address
@@ -79,15 +79,15 @@ func Bucket(p Path) int {
 }
 
 // Digests are the digests of all buckets. The digest of a bucket is the exclusive or of the digests of its items, so
-// that an item is added and removed without its neighbours. The zero value is that of no items.
+// one item can be added or removed without the others. The zero value stands for no items.
 type Digests [Buckets]uint64
 
-// Flip adds the item to its bucket, or removes it if it is there.
+// Flip adds an item to the digest of its bucket, or removes the item if the digest contains it.
 func (d *Digests) Flip(p Path, value []byte) {
 	d[Bucket(p)] ^= digest(p, value)
 }
 
-// Encode returns the digests as they travel: 8 bytes each, in order, most significant first.
+// Encode returns the digests as the protocol has them: 8 bytes each, in order, most significant first.
 func (d *Digests) Encode() []byte {
 	b := make([]byte, 0, Buckets*8)
 	for _, v := range d {
@@ -96,7 +96,7 @@ func (d *Digests) Encode() []byte {
 	return b
 }
 
-// DecodeDigests returns the digests in b. Empty: those of no items.
+// DecodeDigests returns the digests in b. An empty b stands for the digests of no items.
 func DecodeDigests(b []byte) (d Digests, err error) {
 	if len(b) == 0 {
 		return d, nil

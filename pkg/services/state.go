@@ -17,14 +17,14 @@ import (
 )
 
 const (
-	// maxItems bounds the items of a State. A cluster of 10,000 Services with 20 endpoints each has fewer. Of further
-	// items the state has the paths alone, so that the cloud does not send them again and again.
+	// maxItems bounds the items of a State. A cluster of 10,000 Services with 20 endpoints each has fewer. Of items above
+	// this bound, the state keeps only path and digest, so that the cloud does not send them again and again.
 	maxItems = 250_000
-	// maxPaths bounds the items and these paths.
+	// maxPaths bounds all paths of a State: of its items, and of the items above maxItems.
 	maxPaths = 4 * maxItems
 )
 
-// ErrTooMany is the error of a series with more items than a State may know at all.
+// ErrTooMany is the error of a series with more than maxPaths paths.
 var ErrTooMany = fmt.Errorf("the cloud sends more than %d items", maxPaths)
 
 // State is all that a node knows of the cluster's Services. It is not safe for concurrent use.
@@ -32,7 +32,7 @@ type State struct {
 	digests Digests
 	items   map[Path]uint64   // the digest of each item
 	leftOut map[Path]struct{} // items for which there was no room
-	most    int               // items, apart from those that are left out
+	most    int               // how many items the state has at most, apart from those in leftOut
 
 	services  map[string]*Service           // by NAMESPACE/NAME
 	endpoints map[string]map[Path]*Endpoint // by NAMESPACE/NAME of the Service
@@ -48,7 +48,7 @@ func NewState() *State {
 	}
 }
 
-// Difference is what an Apply has changed.
+// Difference is what a call of Apply has changed.
 type Difference struct {
 	Set     []*pb.Item
 	Deleted []Path
@@ -57,11 +57,10 @@ type Difference struct {
 // Empty reports whether nothing has changed.
 func (d *Difference) Empty() bool { return len(d.Set) == 0 && len(d.Deleted) == 0 }
 
-// Apply makes the changes of one series of batches, up to the first one without more, and returns what is different
-// now. An item with a wrong path or a value that cannot be read counts in the digests, so that the cloud does not
-// send it again, but is no part of the state; err tells of these items, and the state is right apart from them. It is
-// the same with items beyond the largest number, which LeftOut counts. A series with far too many changes nothing:
-// ErrTooMany.
+// Apply makes the changes of one series of batches, and returns what they have changed. A series ends with the first
+// batch that has no more set. An item with a wrong path or an unreadable value counts in the digests, so that the cloud
+// does not send it again. Such an item is no part of the state, and err names it. Items above maxItems also count in
+// the digests alone; LeftOut counts them. A series with far too many items changes nothing: the error is ErrTooMany.
 func (s *State) Apply(series ...*pb.Changes) (d Difference, err error) {
 	var errs []error
 	paths := len(s.items)
@@ -193,7 +192,7 @@ func (s *State) forget(p Path) bool {
 	return true
 }
 
-// countClusterIPs counts the ClusterIPs of a Service, which may be nil, n times.
+// countClusterIPs adds n to the counts of a Service's ClusterIPs. The Service may be nil.
 func (s *State) countClusterIPs(v *Service, n int) {
 	for _, text := range v.GetClusterIps() {
 		addr, err := netip.ParseAddr(text)
@@ -216,7 +215,7 @@ func (s *State) Digests() Digests { return s.digests }
 // Len returns the number of items, with those that are left out.
 func (s *State) Len() int { return len(s.items) }
 
-// LeftOut returns how many items are no part of the state, since there are too many.
+// LeftOut returns how many items are above maxItems, and so no part of the state.
 func (s *State) LeftOut() int { return len(s.leftOut) }
 
 // Service returns a Service, or nil.
@@ -262,8 +261,8 @@ type Named struct {
 	*Endpoint
 }
 
-// Hostname returns the name of an endpoint below that of its Service, in lower case. An endpoint without one of its
-// own has its address with dashes.
+// Hostname returns the label of an endpoint before the name of its Service, in lower case. An endpoint without a
+// hostname has its address with dashes as its label.
 func Hostname(e *Endpoint) string {
 	if e.GetHostname() != "" {
 		return strings.ToLower(e.GetHostname())

@@ -6,8 +6,8 @@ import (
 	"strings"
 )
 
-// Target is what an edge asks the cloud to connect to: a port of an endpoint. It names a path and no address, so that
-// an edge reaches what the cluster's Services list, and nothing else.
+// Target is what an edge asks the cloud to connect to: a port of an endpoint. It names the path of the endpoint and no
+// address. So an edge reaches only endpoints of the cluster's Services.
 type Target struct {
 	Endpoint Path
 	Protocol string // TCP or UDP

@@ -21,25 +21,25 @@ const (
 	minDeflate = 256
 )
 
-// batch is a batch for all edges that are at one position.
+// batch is a batch for all edges with the same position.
 type batch struct {
 	// Set once.
 	changes []byte
-	behind  position // of an edge that has got the batch
+	behind  position // the position of an edge that has got the batch
 	more    bool
 
 	once    sync.Once // fills encoded
 	encoded *pb.Batch
 }
 
-// key says which batches are equal: those for one position, made from one state.
+// key identifies a batch: edges at one position get equal batches as long as the hub has the same seq.
 type key struct {
 	position
 	seq uint64
 }
 
-// cached is how many batches are kept for other edges. Edges that get the same change ask for it at nearly the same
-// time.
+// cached is how many batches the hub keeps, so that other edges get the same batch. A change reaches all edges at
+// nearly the same time.
 const cached = 32
 
 // cache holds the last batches.
@@ -70,8 +70,8 @@ func (h *Hub) batchLocked(at position) *batch {
 	return b
 }
 
-// fillBucketsLocked fills a batch with whole buckets. Changes since the series began follow in the next series. The
-// caller holds mu.
+// fillBucketsLocked fills a batch with whole buckets. The next series has the changes that came after this series
+// began. The caller holds mu.
 func (h *Hub) fillBucketsLocked(b *batch) {
 	at := &b.behind
 	for n := at.buckets.first(); n >= 0; n = at.buckets.first() {
@@ -97,7 +97,7 @@ func (h *Hub) fillBucketsLocked(b *batch) {
 	b.more = at.buckets != set{}
 }
 
-// fillChangesLocked fills a batch with the changes behind the cursor, up to the goal. The caller holds mu.
+// fillChangesLocked fills a batch with the changes after the cursor, up to the goal. The caller holds mu.
 func (h *Hub) fillChangesLocked(b *batch) {
 	at := &b.behind
 	from, _ := slices.BinarySearchFunc(h.changes, at.cursor+1, func(c *change, seq uint64) int {
@@ -154,20 +154,22 @@ func (b *batch) append(c *change) bool {
 	return true
 }
 
-// appendWhole appends a bucket to the field whole of Changes. A parser takes elements one by one as well as packed.
+// appendWhole appends a bucket to the field whole of Changes. The encoding is not packed, so that buckets can be
+// appended one by one; parsers accept both encodings.
 func appendWhole(changes []byte, bucket int) []byte {
 	changes = protowire.AppendTag(changes, fieldWhole, protowire.VarintType)
 	return protowire.AppendVarint(changes, uint64(bucket))
 }
 
-// finish returns the batch as it is sent. It compresses the changes, once for all edges.
+// finish returns the batch in the form that edges get. The first call compresses the changes; later calls return the
+// same bytes.
 func (b *batch) finish(h *Hub) *pb.Batch {
 	b.once.Do(func() {
 		b.encoded = &pb.Batch{Changes: b.changes, More: b.more}
 		if len(b.changes) < minDeflate {
 			return
 		}
-		h.deflating.Lock() // one batch at a time, so that edges which ask for all kinds of buckets cost one processor
+		h.deflating.Lock() // one batch at a time, so that many edges with different buckets use only one processor
 		defer h.deflating.Unlock()
 		if small := h.deflater.deflate(b.changes); len(small) < len(b.changes) {
 			b.encoded.Changes, b.encoded.Deflated = small, true
@@ -177,7 +179,7 @@ func (b *batch) finish(h *Hub) *pb.Batch {
 	return b.encoded
 }
 
-// deflater compresses. It keeps its tables, which are large.
+// deflater compresses data. It keeps the large tables of the compressor for the next call.
 type deflater struct {
 	w   *flate.Writer
 	buf bytes.Buffer

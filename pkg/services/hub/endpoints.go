@@ -12,22 +12,24 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// Endpoint is where a connection to a Service may go.
+// Endpoint is one endpoint of a Service to which a connection may go.
 type Endpoint struct {
 	Addr netip.AddrPort
-	Node tunnel.NodeName // empty: it is on no node
-	// Cloud: the cloud may dial it itself. Config.Cluster allows that, and the edge of its node serves no Services.
+	Node tunnel.NodeName // the node of the endpoint; empty: the endpoint is on no node
+	// Cloud says that the cloud itself may dial the endpoint: Config.Cluster allows it, and the edge of the endpoint's
+	// node serves no Services.
 	Cloud bool
 }
 
-// Endpoints returns where TCP connections to a port of a Service may go, in random order. host is a ClusterIP, the name
-// of a Service (web.shop.svc, with or without the cluster's domain), or the name of one endpoint of a headless Service
-// (db-0.db.shop.svc). If host is none of them, Endpoints returns nothing and no error. It does so as well for
-// a ClusterIP that another proxy serves, or whose Service has no endpoint for callers on other nodes
+// Endpoints returns the endpoints for TCP connections to a port of a Service, in random order. host is a ClusterIP, the
+// name of a Service (web.shop.svc, with or without the cluster's domain), or the name of one endpoint of a headless
+// Service (db-0.db.shop.svc). For any other host, Endpoints returns nothing and no error. The same holds for the
+// ClusterIP of a Service that another proxy serves, or that only callers on its own nodes may use
 // (internalTrafficPolicy).
 //
-// The endpoints are those that kube-proxy would use: see [services.Choose]. The caller has no node, so hints have no
-// effect. The names are those of Kubernetes' DNS specification (docs/specification.md of github.com/kubernetes/dns).
+// The endpoints are those that kube-proxy would use: see [services.Choose]. Hints for nodes and zones have no effect,
+// since Endpoints does not know the caller's node. The names are those of Kubernetes' DNS specification
+// (docs/specification.md of github.com/kubernetes/dns).
 func (h *Hub) Endpoints(host string, port uint16) ([]Endpoint, error) {
 	path, below, ok := h.serviceAt(host)
 	if !ok {
@@ -69,7 +71,8 @@ func (h *Hub) Endpoints(host string, port uint16) ([]Endpoint, error) {
 	return found, nil
 }
 
-// serviceAt returns the path of the Service that has a host, and the labels before the name of the Service.
+// serviceAt returns the path of the Service that host names. below are the labels before the Service's name, such as
+// db-0 in db-0.db.shop.svc. ok is false if host names no Service.
 func (h *Hub) serviceAt(host string) (path services.Path, below string, ok bool) {
 	if h.index == nil {
 		return "", "", false
@@ -93,7 +96,7 @@ func (h *Hub) serviceAt(host string) (path services.Path, below string, ok bool)
 	return services.ServicePath(labels[n-1], labels[n-2]), strings.Join(labels[:n-2], "."), true
 }
 
-// service returns a Service, nil if there is none, its endpoints, and whether all objects are known.
+// service returns a Service or nil, the Service's endpoints, and whether the hub knows all objects.
 func (h *Hub) service(path services.Path) (*services.Service, []services.Named, bool) {
 	h.mu.Lock()
 	item := h.itemLocked(path)
@@ -105,7 +108,7 @@ func (h *Hub) service(path services.Path) (*services.Service, []services.Named, 
 			values, encoded = append(values, services.Named{Path: p}), append(encoded, h.itemLocked(p).value)
 		}
 	}
-	h.mu.Unlock() // values of changes do not change
+	h.mu.Unlock() // the value of a change never changes
 	service := new(services.Service)
 	if item == nil || proto.Unmarshal(item.value, service) != nil {
 		return nil, nil, synced
@@ -119,8 +122,8 @@ func (h *Hub) service(path services.Path) (*services.Service, []services.Named, 
 	return service, known, synced
 }
 
-// behind returns the endpoints behind a port of a Service with a ClusterIP: those of the family of host if it is an
-// address, otherwise those of both families.
+// behind returns the endpoints of a port of a Service with a ClusterIP. If host is an address, they are of its family,
+// otherwise of both families.
 func behind(host string, s *services.Service, all []services.Named, port uint16) (found []Endpoint, err error) {
 	i := slices.IndexFunc(s.GetPorts(), func(p *services.Port) bool {
 		return p.GetProtocol() == "TCP" && p.GetPort() == uint32(port)
@@ -151,7 +154,8 @@ func behind(host string, s *services.Service, all []services.Named, port uint16)
 	return found, nil
 }
 
-// headless returns the endpoints of a headless Service: of all of them, or of that with the name below.
+// headless returns the endpoints of a headless Service that have a port. With below, it returns only the endpoint with
+// that name.
 func headless(
 	host string, s *services.Service, all []services.Named, below string, port uint16,
 ) (found []Endpoint, err error) {
@@ -171,7 +175,7 @@ func headless(
 	return found, nil
 }
 
-// add appends an endpoint, if its address is one that an endpoint may have.
+// add appends an endpoint, unless no endpoint may have its address.
 func add(found []Endpoint, e *services.Endpoint, port uint16) []Endpoint {
 	addr, err := netip.ParseAddr(e.GetAddress())
 	if err != nil || !addr.IsGlobalUnicast() { // Kubernetes accepts no others. It would be a port of the machine itself.
@@ -182,11 +186,11 @@ func add(found []Endpoint, e *services.Endpoint, port uint16) []Endpoint {
 	})
 }
 
-// index finds Services and their endpoints. A nil index keeps nothing.
+// index finds Services by their ClusterIPs, and endpoints by their Services. A nil index keeps nothing.
 type index struct {
-	at        map[netip.Addr]services.Path // ClusterIPs
+	at        map[netip.Addr]services.Path // the Service with a ClusterIP
 	addrs     map[services.Path][]netip.Addr
-	endpoints map[services.Path]map[services.Path]struct{} // by the path of their Service
+	endpoints map[services.Path]map[services.Path]struct{} // the endpoints of a Service
 }
 
 func newIndex() *index {

@@ -8,9 +8,10 @@
 //	request, refusal := h.Target("edge1", "endpoint/shop/web/web-x7/10.88.2.5 TCP 8080")
 //	found, err := h.Endpoints("web.shop.svc.cluster.local", 80) // for callers in the cluster
 //
-// All nodes get the same items, so each change is encoded once for all of them. Each change has a number, and a Watch
-// is little more than the number up to which its edge is current. An edge that was away sends the digests of its
-// items, and gets the buckets that differ. So the hub keeps no history for an absent edge, and any replica can answer.
+// All nodes get the same items, so the hub encodes each change once for all nodes. Each change has a number. For each
+// Watch, the hub keeps the number of the last change that the edge has got. An edge that was away sends the digests of
+// its items, and gets the buckets that differ. So the hub keeps no history for an absent edge, and any replica can
+// answer.
 //
 // The hub dials nothing.
 package hub
@@ -31,10 +32,11 @@ import (
 
 // Config is what a Hub needs to know.
 type Config struct {
-	// Cluster says that edges may reach endpoints that are not on edge nodes: the cloud dials them. Endpoints on edge
-	// nodes may always be reached.
+	// Cluster says that edges may reach endpoints that are not on edge nodes: the cloud dials such endpoints. Endpoints on
+	// edge nodes may always be reached.
 	Cluster bool
-	// Serves reports whether a node has a session with any replica, and its edge serves Services. nil: none does.
+	// Serves reports whether a node has a session with any replica, and the node's edge serves Services. nil: no node
+	// does.
 	Serves func(tunnel.NodeName) bool
 	// AwaitNodes makes the hub serve edges only after both Synced and NodesKnown. Without it, Synced is enough.
 	AwaitNodes bool
@@ -48,9 +50,9 @@ type Hub struct {
 	// Set once.
 	cfg     Config
 	log     *slog.Logger
-	denials tunnel.Limiter // of log lines about targets that are denied
+	denials tunnel.Limiter // limits log lines about targets that are denied
 
-	sent atomic.Uint64 // bytes of batches
+	sent atomic.Uint64 // bytes of the batches that were sent, compressed
 
 	deflating sync.Mutex // guards deflater
 	deflater  deflater
@@ -59,28 +61,29 @@ type Hub struct {
 	buckets [services.Buckets]map[services.Path]*change
 	digests services.Digests
 	items   int
-	// joined are the Nodes whose edges serve Services, also those that are away. Before all objects are known, it may
-	// have names of no Node.
+	// joined are the nodes whose edges serve Services, connected or not. Until all objects are known, joined may also have
+	// nodes without a Node.
 	joined map[tunnel.NodeName]bool
 	index  *index // for Endpoints; nil: not kept
 	synced bool   // all objects are known
 	named  bool   // NodesKnown was called, or is not awaited
-	ready  bool   // both: edges are served
+	ready  bool   // synced and named: edges are served
 
-	// changes are the last change of each path, and those that are superseded and not yet removed, by seq.
+	// changes are the newest change of each path, and superseded changes that are not removed yet, sorted by seq.
 	changes    []*change
 	superseded int
-	deleted    map[services.Path]*change // the changes that are deletions
+	deleted    map[services.Path]*change // the newest change of each path that was deleted
 	seq        uint64                    // of the last change
-	// floor is the seq of the last deletion that is forgotten: an edge that has not got it needs whole buckets.
+	// floor is the seq of the newest deletion that the hub has forgotten. An edge that has not got that deletion needs
+	// whole buckets.
 	floor    uint64
-	changed  tunnel.Change // of seq
+	changed  tunnel.Change // tells the goroutines of Watch that seq has grown
 	served   chan struct{} // closed when ready becomes true; nothing is sent
 	watchers map[tunnel.NodeName]*watcher
 	cache    cache
 }
 
-// change is the newest state of a path. It does not change, but for superseded.
+// change is what a path got at one time. Only superseded changes later.
 type change struct {
 	seq        uint64
 	path       services.Path
@@ -104,19 +107,19 @@ func New(cfg Config) *Hub {
 	return h
 }
 
-// Set adds or changes an item. value is a Service, an Endpoint or a Node of package services, as protobuf, encoded
-// deterministically, without the fields Endpoint.cluster and Node.edge, and of services.MaxValue bytes at most. Set
-// keeps it. A value that is already there is no change.
+// Set adds or changes an item. value is a Service, an Endpoint or a Node of package services, as deterministic
+// protobuf, of services.MaxValue bytes at most. The fields Endpoint.cluster and Node.edge must be missing: Set adds
+// them. The hub keeps value. If the item already has this value, Set does nothing.
 func (h *Hub) Set(p services.Path, value []byte) {
 	node, isNode := nodeOf(p)
 	serves := isNode && h.serves(node)
 	h.set(p, value, serves)
 	if isNode && !serves && h.serves(node) {
-		h.Joined(node) // the edge has come meanwhile; its Joined may have found no item
+		h.Joined(node) // the edge came meanwhile, and its Joined may have found no item
 	}
 }
 
-// set is Set. serves: p is the path of a node whose edge serves Services.
+// set does what Set says. serves says that p is the path of a Node whose edge serves Services.
 func (h *Hub) set(p services.Path, value []byte, serves bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -136,14 +139,14 @@ func (h *Hub) set(p services.Path, value []byte, serves bool) {
 // serves reports whether a node is connected, and its edge serves Services.
 func (h *Hub) serves(node tunnel.NodeName) bool { return h.cfg.Serves != nil && h.cfg.Serves(node) }
 
-// nodeOf returns the name of the Node that p is the path of.
-func nodeOf(p services.Path) (tunnel.NodeName, bool) {
+// nodeOf returns the name of the Node with path p. ok is false for other paths.
+func nodeOf(p services.Path) (_ tunnel.NodeName, ok bool) {
 	name, ok := strings.CutPrefix(p, services.NodePath(""))
 	return tunnel.NodeName(name), ok
 }
 
-// The fields that the hub sets in values. They are the last ones of their messages, so that appending them gives the
-// deterministic encoding.
+// The hub sets these fields in values. They are the last fields of their messages, so a message with the field appended
+// has the deterministic encoding.
 const (
 	fieldNodeEdge        protowire.Number = 4
 	fieldEndpointCluster protowire.Number = 11
@@ -156,7 +159,7 @@ func withTrue(value []byte, field protowire.Number) []byte {
 	return protowire.AppendVarint(protowire.AppendTag(set, field, protowire.VarintType), 1)
 }
 
-// setLocked is Set for a complete value. The caller holds mu.
+// setLocked does what Set says, with a value that has all its fields. The caller holds mu.
 func (h *Hub) setLocked(p services.Path, value []byte) {
 	old := h.itemLocked(p)
 	if old != nil {
@@ -173,7 +176,7 @@ func (h *Hub) setLocked(p services.Path, value []byte) {
 		}
 	}
 	if value == nil {
-		value = []byte{} // a message without fields is no deletion
+		value = []byte{} // a message without fields is empty, but must not look like a deletion
 	}
 	h.digests.Flip(p, value)
 	h.index.set(p, value)
@@ -200,7 +203,7 @@ func (h *Hub) Delete(p services.Path) {
 	h.digests.Flip(p, old.value)
 	h.supersedeLocked(old)
 	h.deleted[p] = h.appendLocked(p, nil)
-	// With more deletions than items, whole buckets are no larger than the changes.
+
 	if len(h.deleted) > h.items+maxDeleted {
 		h.forgetLocked()
 	}
@@ -239,8 +242,8 @@ func (h *Hub) compactLocked() {
 	h.changes, h.superseded = kept, 0
 }
 
-// forgetLocked forgets the deletions that all watchers have got, and the older half of all: watchers that lack one of
-// them have to begin again. The caller holds mu.
+// forgetLocked forgets the deletions that all watchers have got, and at least the older half of all deletions. A
+// watcher that lacks a forgotten deletion must watch again. The caller holds mu.
 func (h *Hub) forgetLocked() {
 	seqs := make([]uint64, 0, len(h.deleted))
 	for _, c := range h.deleted {
@@ -284,7 +287,7 @@ func (h *Hub) NodesKnown() {
 	h.readyLocked()
 }
 
-// readyLocked serves edges if that may begin now. The caller holds mu.
+// readyLocked lets edges be served once Synced and, if awaited, NodesKnown were called. The caller holds mu.
 func (h *Hub) readyLocked() {
 	if h.synced && h.named && !h.ready {
 		h.ready = true
@@ -292,8 +295,8 @@ func (h *Hub) readyLocked() {
 	}
 }
 
-// Joined says that the edge of a node serves Services: endpoints on the node can be reached through it. The hub forgets
-// that when the node has Left, or when the Node is deleted.
+// Joined says that the edge of a node serves Services, so endpoints on the node can be reached through that edge. The
+// hub forgets the node after Left, or when the Node is deleted.
 func (h *Hub) Joined(node tunnel.NodeName) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -303,7 +306,7 @@ func (h *Hub) Joined(node tunnel.NodeName) {
 	p := services.NodePath(string(node))
 	item := h.itemLocked(p)
 	if item == nil && h.synced {
-		return // Set asks Serves if there is a Node later
+		return // when the Node comes, Set asks Serves
 	}
 	h.joined[node] = true
 	if item != nil {

@@ -15,10 +15,10 @@ import (
 // Category is the category of requests for endpoints on edge nodes: the name of the module that dials them there.
 const Category = "services"
 
-// Target decides whether a node may reach a target (services.Target), and returns how: through the node of the
-// request, or, if it names none, by a dial of the cloud itself. An edge reaches the endpoints of Services that are
-// sent to edges, on the ports that they have, and nothing else. Services without ClusterIP, and those of another proxy,
-// are sent for their names alone.
+// Target decides whether a node may reach a target (services.Target), and returns the request to dial it. If the
+// request names no node, the cloud itself dials. An edge may reach endpoints of Services that the hub sends to edges,
+// on ports of these endpoints, and nothing else. A Service without ClusterIP, or of another proxy, is sent only for its
+// name: Target refuses its endpoints.
 func (h *Hub) Target(from tunnel.NodeName, text string) (tunnel.Request, *tunnel.Refusal) {
 	request, refusal := h.target(from, text)
 	if refusal != nil && refusal.Code == tunnel.Denied {
@@ -30,12 +30,12 @@ func (h *Hub) Target(from tunnel.NodeName, text string) (tunnel.Request, *tunnel
 	return request, refusal
 }
 
-// networks are the networks of requests, by the protocols of targets.
+// networks has the network of a request for each protocol of a target.
 //
 //nolint:gochecknoglobals // a constant table
 var networks = map[string]string{"TCP": "tcp", "UDP": tunnel.NetworkUDP}
 
-// target is Target without the log.
+// target does what Target says, and logs nothing.
 func (h *Hub) target(from tunnel.NodeName, text string) (tunnel.Request, *tunnel.Refusal) {
 	target, err := services.ParseTarget(text)
 	if err != nil {
@@ -87,7 +87,8 @@ func (h *Hub) target(from tunnel.NodeName, text string) (tunnel.Request, *tunnel
 	}
 }
 
-// endpoint returns the value of an endpoint whose Service edges relay, or nil; and whether all objects are known.
+// endpoint returns the value of an endpoint, or nil if edges do not relay the endpoint's Service. synced says whether
+// the hub knows all objects.
 func (h *Hub) endpoint(p services.Path) (value []byte, synced bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
