@@ -7,13 +7,13 @@
 //
 // A connection from a balancer must begin with a header of version 1 or 2; otherwise it is closed. A
 // header without a caller's address (the command LOCAL, and UNKNOWN in version 1) comes from a health
-// check: the address of the connection remains that of the balancer. A connection from another address
+// check: such a connection keeps the address of the balancer. A connection from any other address
 // passes unchanged. If it begins with a header, the owner of the port refuses it, see
 // [Balancers.Unexpected].
 //
 // The header is read before the owner of the port counts the connection, so that the owner's limits
-// count callers and not balancers. Until then the connection has a place among the strangers of this
-// package, and a deadline.
+// count callers and not balancers. Until its header has come, a connection of a balancer is bounded by
+// [MaxPending] and [HeaderTime].
 //
 // [Header] makes the header that a target gets, see package tcp.
 //
@@ -97,16 +97,16 @@ func (b *Balancers) failed(c net.Conn, err error) {
 	}
 }
 
-// UnexpectedIn is [Balancers.Unexpected] for the error of a TLS handshake.
+// UnexpectedIn calls [Balancers.Unexpected] with the bytes at which a TLS handshake has failed.
 func (b *Balancers) UnexpectedIn(c net.Conn, handshake error) bool {
 	e, ok := errors.AsType[tls.RecordHeaderError](handshake)
 	return ok && b.Unexpected(c, e.RecordHeader[:])
 }
 
 // Unexpected reports whether a connection begins with a PROXY header although no header is due. It then
-// counts the connection, and logs a warning at a limited rate. No header is due if the connection does not
-// come from a balancer, or after the balancer's header. first are the first bytes of the connection; fewer
-// than HeaderBegin say nothing.
+// counts the connection, and logs a warning at a limited rate. No header is due if the peer is not a
+// balancer, or if the balancer's header has been read already. first holds the first bytes of the
+// connection. Fewer than HeaderBegin bytes are too few to tell: the result is false.
 func (b *Balancers) Unexpected(c net.Conn, first []byte) bool {
 	if !beginsHeader(first) {
 		return false
@@ -129,24 +129,24 @@ func (b *Balancers) Unexpected(c net.Conn, first []byte) bool {
 	return true
 }
 
-// HeaderBegin is how many bytes tell a header from other bytes. Five suffice: no TLS record begins so, and
-// crypto/tls shows no more.
+// HeaderBegin is how many first bytes suffice to recognize a PROXY header. No TLS record begins with the
+// same five bytes, and crypto/tls reports only five bytes of a record that it rejects.
 const HeaderBegin = 5
 
-// beginsHeader reports whether first begins as a header does.
+// beginsHeader reports whether first is the start of a PROXY header.
 func beginsHeader(first []byte) bool {
 	return len(first) >= HeaderBegin && (bytes.HasPrefix(first, []byte(signature1[:HeaderBegin])) ||
 		bytes.HasPrefix([]byte(signature2), first[:min(len(first), len(signature2))]))
 }
 
-// Conn is a connection that came through a balancer, after its header.
+// Conn is a connection from a balancer whose PROXY header has been read. Its next byte is the caller's.
 type Conn struct {
 	*net.TCPConn
 
 	// Set once.
-	caller net.Addr // who connected to the balancer; of a health check: the balancer
-	dest   net.Addr // the address at which the caller connected; of a health check: our own
-	check  bool     // the header names no caller
+	caller net.Addr // who connected to the balancer; for a health check: the balancer itself
+	dest   net.Addr // the address to which the caller connected; for a health check: that of this port
+	check  bool     // a health check: the header names no caller
 }
 
 // RemoteAddr returns the address of the caller.

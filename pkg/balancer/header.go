@@ -18,11 +18,11 @@ import (
 // The PROXY protocol, as the file proxy-protocol.txt of HAProxy specifies it (March 2020).
 const (
 	signature1 = "PROXY "
-	signature2 = "\r\n\r\n\x00\r\nQUIT\n" // 12 bytes; of any valid protocol none begins so
+	signature2 = "\r\n\r\n\x00\r\nQUIT\n" // 12 bytes, with which no other protocol begins
 	// prefix2 is the fixed part of a header of version 2, in bytes: the signature, the command, the
 	// family and the length of the rest.
 	prefix2 = 16
-	// maxRest2 bounds that rest. The addresses need 36 bytes, and extensions (TLVs) may follow.
+	// maxRest2 bounds the part behind prefix2, in bytes. The addresses need 36 bytes, and extensions (TLVs) may follow.
 	maxRest2 = 4 << 10
 	// maxLine is the longest header of version 1, with its CR and LF.
 	maxLine = 107
@@ -33,10 +33,10 @@ var (
 	errNoHeader = errors.New("it does not begin with a PROXY header")
 )
 
-// addresses are what a header says. Without a caller, both are nil.
+// addresses are the two addresses in a header. If the header names no caller, both are nil.
 type addresses struct{ caller, dest net.Addr }
 
-// readHeader reads a header, and not one byte more.
+// readHeader reads exactly one header. The byte behind it is the caller's first.
 func readHeader(r io.Reader) (addresses, error) {
 	raw, err := readRaw(r)
 	if err != nil {
@@ -56,16 +56,16 @@ func readHeader(r io.Reader) (addresses, error) {
 	return addresses{unmapped(src), unmapped(dest)}, nil
 }
 
-// unmapped returns an IPv4 address for its IPv6 form, as a socket of IPv4 has it.
+// unmapped turns an IPv4-mapped IPv6 address (::ffff:10.0.0.5) into the IPv4 address. It leaves others unchanged.
 func unmapped(a *net.TCPAddr) net.Addr {
 	return &net.TCPAddr{IP: listen.AddrOf(a).AsSlice(), Port: a.Port}
 }
 
-// readRaw reads the bytes of a header. It fails at the first byte that no header has there, so that a
-// sender without a header need not wait for a timeout.
+// readRaw reads the bytes of a header. It fails at the first byte that cannot belong to a header. So a
+// sender without a header is refused at once, and not by a timeout.
 func readRaw(r io.Reader) ([]byte, error) {
 	raw := make([]byte, 0, maxLine)
-	for len(raw) < len(signature2) { // a header of version 1 has 15 bytes at least
+	for len(raw) < len(signature2) { // no header is shorter: version 1 has 15 bytes at least
 		n, err := r.Read(raw[len(raw):len(signature2)])
 		raw = raw[:len(raw)+n]
 		switch {
@@ -83,13 +83,13 @@ func readRaw(r io.Reader) ([]byte, error) {
 	return readRest(r, raw)
 }
 
-// mayBegin reports whether a header may begin with raw.
+// mayBegin reports whether raw can be the start of a header.
 func mayBegin(raw []byte) bool {
 	s := string(raw)
 	return strings.HasPrefix(s, signature1) || strings.HasPrefix(signature1, s) || strings.HasPrefix(signature2, s)
 }
 
-// readLine reads the rest of a header of version 1. It reads single bytes: more could be the caller's.
+// readLine reads the rest of a header of version 1, byte by byte: the bytes behind the line end are the caller's.
 func readLine(r io.Reader, raw []byte) ([]byte, error) {
 	for raw[len(raw)-1] != '\n' {
 		if len(raw) == maxLine {
@@ -103,7 +103,8 @@ func readLine(r io.Reader, raw []byte) ([]byte, error) {
 	return raw, nil
 }
 
-// readRest reads the rest of a header of version 2.
+// readRest reads the rest of a header of version 2, whose first bytes are in raw. The last two bytes of the
+// fixed part say how long the rest is.
 func readRest(r io.Reader, raw []byte) ([]byte, error) {
 	from := len(raw)
 	raw = raw[:prefix2]
@@ -121,7 +122,8 @@ func readRest(r io.Reader, raw []byte) ([]byte, error) {
 	return raw, nil
 }
 
-// incomplete returns the reason why a header ended early. The deadline closes the connection.
+// incomplete says why a header ended early. net.ErrClosed means a timeout: when HeaderTime is over, the
+// connection is closed.
 func incomplete(err error) error {
 	if errors.Is(err, net.ErrClosed) {
 		return errors.New("no complete PROXY header came in time")
@@ -132,8 +134,8 @@ func incomplete(err error) error {
 // Version is a version of the PROXY protocol: 1 is a line of text, 2 is binary. 0: no header.
 type Version int
 
-// Header returns the header for a connection that a front door has accepted. It says who called and at
-// which address. Where one of them has no IP address, the header says that the addresses are unknown.
+// Header returns the header for a connection that a front door has accepted. The header names the caller's
+// address and the address at which the caller connected. If either is no IP address, it names neither.
 func Header(v Version, c net.Conn) ([]byte, error) {
 	if via, ok := c.(*Conn); ok {
 		return header(v, via.caller, via.dest)

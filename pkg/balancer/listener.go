@@ -16,14 +16,14 @@ type listener struct {
 	// Set once.
 	balancers *Balancers
 	strangers *listen.Strangers // connections of balancers that have not sent their header
-	accepted  chan accepted     // for Accept; run and identify send, nothing closes it; unbuffered: nothing is left in it
+	accepted  chan accepted     // run and identify send to Accept; never closed; unbuffered: Close finds none in it
 	closed    chan struct{}     // closed by Close
 
 	starting, closing sync.Once
-	running           sync.WaitGroup // run, and identify for each connection
+	running           sync.WaitGroup // the goroutine of run, and one of identify for each connection of a balancer
 }
 
-// accepted is what Accept returns.
+// accepted is the result of one Accept.
 type accepted struct {
 	conn net.Conn // nil: err is set
 	err  error
@@ -54,7 +54,7 @@ func (l *listener) Close() (err error) {
 	l.closing.Do(func() {
 		close(l.closed)
 		err = l.Listener.Close()
-		l.starting.Do(func() {}) // nothing starts any more
+		l.starting.Do(func() {}) // a later Accept does not start run
 		l.running.Wait()
 	})
 	return err

@@ -6,7 +6,7 @@
 //
 // Sessions, data connections and `tunnel join` use one [Dialer], so they reach the cloud by the same ways.
 // The cloud's own TLS begins on top of the connection. So proxies and boxes in between see no plain byte,
-// and the pinned CA and client certificates decide as without them.
+// and edge and cloud verify each other's certificates as they do without a proxy.
 //
 // Each error that an operator can correct is an [*Error]: it says what failed and what to do next. No error
 // and no String method shows the password of a proxy.
@@ -99,10 +99,10 @@ type Config struct {
 	// Proxy chooses the proxy for a server; nil: no server has a proxy.
 	Proxy ProxyFunc
 	// Roots returns the CAs that sign the certificates of https:// proxies and wss:// servers; nil: the
-	// system's CAs. The cloud's own CA is elsewhere: its TLS begins on top of the connection.
+	// system's CAs. The cloud's own CA is not among them: the owner of the connection verifies the cloud.
 	Roots     func() *x509.CertPool
 	UserAgent string // sent to proxies and wss:// servers
-	Keys      Keys   // where the operator sets all this; zero: the keys of an edge's configuration
+	Keys      Keys   // names of the settings, for hints; zero: the keys of an edge's configuration
 
 	Connect func(ctx context.Context, network, addr string) (net.Conn, error)     // nil: a net.Dialer
 	LookUp  func(ctx context.Context, network, host string) ([]netip.Addr, error) // nil: the system's resolver
@@ -114,8 +114,8 @@ type Dialer struct {
 
 	mu      sync.Mutex // guards the following
 	servers []Server   // never changes; replaced as a whole
-	first   Server     // is tried first
-	proven  bool       // first is the last one that has worked
+	first   Server     // the server that Dial tries first
+	proven  bool       // first is the server that has worked last
 }
 
 // New makes a Dialer.
@@ -144,9 +144,9 @@ func (d *Dialer) String() string {
 	return strings.Join(all, ", ")
 }
 
-// Prefer has Dial try other servers before those of the configuration, in place of those of an earlier call. With
-// last, it tries them behind those of the configuration. The server that has worked last is still tried first, if it
-// is one of either and last does not move it. A call with the same servers changes nothing.
+// Prefer makes Dial try other servers as well: before the configured servers, or behind them if last is true. The
+// others of an earlier call are forgotten. Dial still begins with the server that has worked last, if that server is
+// still known. With last, that server must also be a configured one. A call with the same servers changes nothing.
 func (d *Dialer) Prefer(others []Server, last bool) {
 	all := slices.Concat(others, d.cfg.Servers)
 	if last {
@@ -161,7 +161,7 @@ func (d *Dialer) Prefer(others []Server, last bool) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if slices.Equal(servers, d.servers) {
-		return // the order in which untried servers take their turns stays, too
+		return // d.first stays, too: failed may have moved it to the next server
 	}
 	d.servers = servers
 	if !d.proven || !slices.Contains(servers, d.first) || last && !slices.Contains(d.cfg.Servers, d.first) {
@@ -237,7 +237,7 @@ func (d *Dialer) reach(ctx context.Context, s Server) (*Conn, error) {
 	return d.by(ctx, s, p)
 }
 
-// by connects to one server through a proxy; nil: without one.
+// by connects to server s through proxy p, or directly if p is nil.
 func (d *Dialer) by(ctx context.Context, s Server, p *Proxy) (*Conn, error) {
 	c := &Conn{dialer: d, server: s, proxy: p}
 	var err error
@@ -255,7 +255,7 @@ func (d *Dialer) by(ctx context.Context, s Server, p *Proxy) (*Conn, error) {
 	return c, nil
 }
 
-// failed tells d that a connection by the server did not lead to the cloud: Dial tries another one first.
+// failed notes that a connection to s did not lead to the cloud. Dial then tries the next server first.
 func (d *Dialer) failed(s Server) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -264,7 +264,7 @@ func (d *Dialer) failed(s Server) {
 	}
 }
 
-// worked tells d that a connection by the server has led to the cloud.
+// worked notes that a connection to s has led to the cloud. Dial then tries s first.
 func (d *Dialer) worked(s Server) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -279,7 +279,7 @@ type Conn struct {
 	dialer *Dialer
 	server Server
 	proxy  *Proxy        // nil: none
-	trip   time.Duration // how long the box in between took to reach the cloud; only if there is one
+	trip   time.Duration // how long the box in between took to reach the cloud; 0: there is no box
 }
 
 // NetConn returns the connection below: TCP, TLS to a box in between, or a WebSocket.
@@ -288,8 +288,8 @@ func (c *Conn) NetConn() net.Conn { return c.Conn }
 // Server returns the server of the connection.
 func (c *Conn) Server() Server { return c.server }
 
-// IsIndirect reports whether TCP ends at a box in between. What the kernel knows of the connection is then
-// about the way to that box. Trip is how long the box took to reach the cloud: some round trips.
+// IsIndirect reports whether TCP ends at a box in between. The kernel's figures, such as the round trip, then
+// describe only the part up to the box. trip is how long the box took to reach the cloud: some round trips.
 func (c *Conn) IsIndirect() (trip time.Duration, is bool) {
 	return c.trip, c.proxy != nil || c.server.web
 }
@@ -309,12 +309,12 @@ func (c *Conn) Route() string {
 // now on.
 func (c *Conn) Worked() { c.dialer.worked(c.server) }
 
-// Failed tells the dialer that something else than the cloud answers on this connection: the next server is
-// tried first.
+// Failed tells the dialer that another program than the cloud answers on this connection: the next server is
+// tried first from now on.
 func (c *Conn) Failed() { c.dialer.failed(c.server) }
 
-// Again connects to the cloud by the same way. Without a box in between it also reaches the same address. A
-// proxy or a WebSocket's server may lead to another replica.
+// Again connects to the cloud by the same server and proxy. Without a box in between, it connects to the same
+// address. A proxy or a WebSocket's server may lead to another replica.
 func (c *Conn) Again(ctx context.Context) (*Conn, error) {
 	if _, is := c.IsIndirect(); is {
 		return c.dialer.by(ctx, c.server, c.proxyNow())
@@ -328,8 +328,8 @@ func (c *Conn) Again(ctx context.Context) (*Conn, error) {
 	return &again, nil
 }
 
-// proxyNow returns the proxy of the connection, with the user and password that it has now. If the configuration
-// names another proxy now, or cannot be read, the connection keeps its own: Again goes by the same way.
+// proxyNow returns the proxy of the connection, with the user and password that are configured now. If another proxy
+// is configured now, or the setting cannot be read, it returns the old proxy: Again must use the same one.
 func (c *Conn) proxyNow() *Proxy {
 	if c.proxy == nil {
 		return nil
@@ -345,11 +345,11 @@ func (c *Conn) proxyNow() *Proxy {
 // section 5, Connection Attempt Delay).
 const addressDelay = 250 * time.Millisecond
 
-// direct makes a TCP connection to host:port. It tries the addresses of a name as RFC 8305 says, IPv6 and
-// IPv4 in turn: a net.Dialer tries one address of each family at a time, and waits up to the whole timeout
-// for an address that does not answer. It takes the resolver's answer as a whole, though: Go's resolver
-// asks for both families at once, and waits for both. through is the proxy that the address is of; nil: it
-// is of a server.
+// direct makes a TCP connection to addr, host:port. It tries the addresses of a name as RFC 8305 says, IPv6
+// and IPv4 in turn, and starts the next try after addressDelay. A net.Dialer would try only one address of
+// each family at a time, and might wait the whole timeout for an address that does not answer. Unlike RFC
+// 8305, direct waits until Go's resolver has answered for both families. through is the proxy that listens at
+// addr; nil: a server listens there.
 func (d *Dialer) direct(ctx context.Context, addr string, through *Proxy) (net.Conn, error) {
 	host, port, err := net.SplitHostPort(addr)
 	if err != nil {
@@ -368,7 +368,7 @@ func (d *Dialer) direct(ctx context.Context, addr string, through *Proxy) (net.C
 	return c, nil
 }
 
-// lookUp returns the addresses of a host, the families in turn. An address has no lookup.
+// lookUp returns the addresses of a host, IPv6 and IPv4 in turn. If host is an address, it returns that address.
 func (d *Dialer) lookUp(ctx context.Context, host string) ([]netip.Addr, error) {
 	if ip, err := netip.ParseAddr(host); err == nil {
 		return []netip.Addr{ip}, nil

@@ -47,7 +47,8 @@ func keysOfEdge() Keys {
 	return Keys{"servername" + table, "proxy" + table, "proxyfile" + table, "proxyca" + table}
 }
 
-// explainLookup adds to a failed lookup of a host what to do. through: the host is that of a proxy.
+// explainLookup adds a hint to the error of a name lookup. through is the proxy whose host was looked up; nil: the
+// host is a server's.
 func (d *Dialer) explainLookup(err error, host string, through *Proxy) error {
 	keys := d.cfg.Keys
 	if errors.Is(err, context.Canceled) {
@@ -66,7 +67,8 @@ func (d *Dialer) explainLookup(err error, host string, through *Proxy) error {
 		"where only a proxy resolves names, give the proxy's URL: " + keys.Proxy, StepDNS}
 }
 
-// explainDial adds to a failed TCP connection what to do. through: addr is that of a proxy.
+// explainDial adds a hint to the error of a TCP connection to addr. through is the proxy at addr; nil: addr is a
+// server's.
 func (d *Dialer) explainDial(err error, addr string, through *Proxy) error {
 	keys := d.cfg.Keys
 	switch {
@@ -109,7 +111,7 @@ func (p *Proxy) explain(err error, hint string) error {
 	return &Error{fmt.Errorf("%s: %w", p, err), hint, StepProxy}
 }
 
-// explainTLS adds to a failed TLS handshake with an https:// proxy what to do.
+// explainTLS adds a hint to the error of a TLS handshake with an https:// proxy.
 func (p *Proxy) explainTLS(err error, keys Keys) error {
 	switch {
 	case is[tls.RecordHeaderError](err):
@@ -124,7 +126,7 @@ func (p *Proxy) explainTLS(err error, keys Keys) error {
 	return p.explain(shortened(err), "is that port the proxy's TLS port? http:// is for proxies without TLS")
 }
 
-// explainConnect adds to an unanswered CONNECT what to do.
+// explainConnect adds a hint to the error of a CONNECT that the proxy did not answer.
 func (p *Proxy) explainConnect(err error, addr string) error {
 	switch {
 	case errors.Is(err, context.Canceled):
@@ -197,11 +199,11 @@ func firstWords(lines []string) string {
 	return strings.Join(words, ", ")
 }
 
-// explainSOCKS adds to a SOCKS5 proxy's refusal what to do. said is what the proxy has sent: package proxy has
-// texts for refusals, and no codes.
+// explainSOCKS adds a hint to the refusal of a SOCKS5 proxy. said holds the first bytes that the proxy has sent.
+// explainSOCKS reads the codes there, because the errors of package proxy have only texts.
 func (p *Proxy) explainSOCKS(err error, said []byte, addr string, keys Keys) error {
 	if op, ok := errors.AsType[*net.OpError](err); ok && op.Err != nil {
-		err = op.Err // without the addresses of both ends, of which ours says nothing
+		err = op.Err // without the addresses of both ends: our own one helps no reader
 	}
 	failed := fmt.Errorf("CONNECT %s: %w", addr, err)
 	const version, none, byPassword, ruleset = 5, 0xff, 2, 2 // RFC 1928 sections 3 and 6
@@ -213,7 +215,9 @@ func (p *Proxy) explainSOCKS(err error, said []byte, addr string, keys Keys) err
 	}
 	first, answered := answer(0)
 	method, chosen := answer(1)
-	reply := 3 // where the reply's code is; behind the answer to user and password (RFC 1929), if that was asked for
+	// reply is the index of the reply's code in said. If the proxy has asked for user and password (RFC 1929), its
+	// answer to these comes before the reply.
+	reply := 3
 	status, checked := byte(0), false
 	if method == byPassword {
 		reply = 5
@@ -253,7 +257,7 @@ type shortError struct {
 func (e *shortError) Error() string { return e.text }
 func (e *shortError) Unwrap() error { return e.err }
 
-// explainOuterTLS adds to a failed TLS handshake with a WebSocket's server what to do.
+// explainOuterTLS adds a hint to the error of a TLS handshake with a WebSocket's server.
 func explainOuterTLS(err error, s Server, keys Keys) error {
 	failed := fmt.Errorf("TLS with %s: %w", s.addr, shortened(err))
 	hint := "does " + s.addr + " speak TLS? ws:// is for servers that do not"
@@ -271,7 +275,7 @@ func explainOuterTLS(err error, s Server, keys Keys) error {
 	return &Error{failed, hint, StepWebSocket}
 }
 
-// explainWebSocket adds to a failed handshake of a WebSocket what to do.
+// explainWebSocket adds a hint to the error of a WebSocket's handshake.
 func explainWebSocket(err error, s Server) error {
 	failed := fmt.Errorf("WebSocket %s: %w", s.text, shortened(err))
 	hint := "is that the URL of the ingress, and does the ingress pass WebSockets on?"

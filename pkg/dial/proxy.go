@@ -116,8 +116,8 @@ func Through(p *Proxy) ProxyFunc { return func(Server) (*Proxy, error) { return 
 // maxProxyFile bounds a file with the URL of a proxy, in bytes.
 const maxProxyFile = 4 << 10
 
-// FromFile returns a ProxyFunc for a file that holds the URL of a proxy alone. It reads the file each time, so
-// that the password may change.
+// FromFile returns a ProxyFunc for a file that holds only the URL of a proxy. The ProxyFunc reads the file each
+// time, so that the password may change.
 func FromFile(path, source string) ProxyFunc {
 	return func(Server) (*Proxy, error) {
 		f, err := os.Open(path)
@@ -142,7 +142,7 @@ func FromEnvironment(env *httpproxy.Config) ProxyFunc {
 		if env.HTTPSProxy == "" {
 			return nil, nil
 		}
-		// For NO_PROXY each server counts as https, since TLS goes there.
+		// Whatever its URL, each server counts as https, since the edge speaks TLS with all of them.
 		u, err := needs(&url.URL{Scheme: schemeHTTPS, Host: s.addr})
 		if err != nil || u == nil {
 			return nil, err
@@ -191,7 +191,7 @@ func (d *Dialer) wrap(ctx context.Context, raw net.Conn, host string) (*tls.Conn
 	return c, c.HandshakeContext(ctx)
 }
 
-// bounded lets f use c until ctx is done.
+// bounded calls f, which reads and writes c. When ctx is done, bounded interrupts f by a deadline of c.
 func bounded(ctx context.Context, c net.Conn, f func() error) error {
 	interrupted := make(chan struct{})
 	stop := context.AfterFunc(ctx, func() {
@@ -284,10 +284,11 @@ func (p *Proxy) socks(ctx context.Context, c net.Conn, addr string, keys Keys) e
 	return nil
 }
 
-// maxSOCKSSaid is how much given notes: the answers that decide are in the first six bytes.
+// maxSOCKSSaid is how many bytes given keeps: the codes that explainSOCKS needs are in the first six.
 const maxSOCKSSaid = 6
 
-// given is a dialer that returns a connection which is connected already, and notes the first bytes that come.
+// given is a dialer for package proxy that makes no connection: it returns itself, a connection to the proxy. It
+// keeps the first bytes that the proxy sends.
 type given struct {
 	net.Conn
 	said []byte // owned by Read until the dialer has returned

@@ -24,7 +24,7 @@ func (e raceError) Unwrap() []error { return e }
 
 // race calls try for 0 to n-1 and returns the first connection. It starts the next try when delay has passed
 // since the last start, or when a try has failed. It cancels the other tries, closes connections that come
-// too late, and returns when all tries have. Its error is the only error, or a raceError.
+// too late, and returns after all tries have returned. If n is 1, its error is that of the try, else a raceError.
 func race[C net.Conn](
 	ctx context.Context, n int, delay time.Duration, try func(ctx context.Context, i int) (C, error),
 ) (won C, err error) {
@@ -35,7 +35,7 @@ func race[C net.Conn](
 	}
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	results := make(chan result) // every try is received, so no try waits for ever
+	results := make(chan result) // race receives the result of every try, so no try blocks for ever
 	errs := make(raceError, n)
 	next := time.NewTimer(0) // starts the next try
 	defer next.Stop()

@@ -6,17 +6,17 @@
 //	err = tunnel.Run(ctx, client, paths)
 //
 // A connection with Multipath TCP begins with one path. The kernel adds a path for each endpoint
-// (ip-mptcp(8)), and uses all paths at once. While ctx lives, each address of an uplink is an endpoint. An
-// uplink is a network device that is up and has a default route. When an address comes or goes, its endpoint
-// does, too, and connections that are open gain or lose a path. Endpoints that others have made stay as they
-// are.
+// (ip-mptcp(8)), and uses all paths at once. While Run runs, each address of an uplink is an endpoint. An
+// uplink is a network device that is up and has a default route. When an uplink gets or loses an address,
+// Run adds or removes the endpoint, and open connections gain or lose a path. Run leaves alone the endpoints
+// of other programs at other addresses.
 //
-// Endpoints are the business of root: without CAP_NET_ADMIN the module only says so. They belong to a network
-// namespace, so that other programs with Multipath TCP use them as well.
+// Only a process with CAP_NET_ADMIN may change endpoints. Without it, the module logs what an operator can do.
+// Endpoints belong to a network namespace, so other programs with Multipath TCP use them as well.
 //
-// The kernel decides about further paths when a connection is made, and again for each endpoint that comes
-// once the connection is established. So DialContext waits until the endpoints are there. A connection that is
-// being made while an address comes does not use that address.
+// The kernel decides about further paths when a connection begins, and again for each endpoint that is added
+// after the connection is established. So DialContext waits until Run has added the endpoints. An address that
+// is added during the handshake of a connection is not used by this connection.
 package multipath
 
 import (
@@ -40,19 +40,19 @@ type Endpoints struct {
 	// Set once.
 	sessions func() []*tunnel.Session
 	log      *slog.Logger
-	told     chan struct{} // closed when the kernel has been told for the first time, or has refused
+	told     chan struct{} // closed when Run has told the kernel the addresses once, or cannot
 
-	// Left is closed when another process of the edge has taken over, which then has the endpoints. nil: never. Set it
-	// before Run.
+	// Left is closed when another process of the edge has taken over, with the endpoints: this process then changes
+	// none of them. nil: no process takes over. Set it before Run.
 	Left <-chan struct{}
 
-	// Control is of the net.Dialer of DialContext. Set it before Run.
+	// Control is passed to the net.Dialer that DialContext uses. Set it before Run.
 	Control func(network, address string, c syscall.RawConn) error
 
-	failure atomic.Pointer[string] // why the kernel has not been told; nil: it has been
+	failure atomic.Pointer[string] // why the kernel lacks addresses; nil: it has all
 
 	mu   sync.Mutex      // guards the following
-	ours map[string]bool // names of endpoints that this process has made, or that Inherit has got
+	ours map[string]bool // names of the endpoints to remove at the stop: made here, or named to Inherit
 }
 
 var _ tunnel.Module = (*Endpoints)(nil)
@@ -65,15 +65,15 @@ func New(sessions func() []*tunnel.Session, log *slog.Logger) *Endpoints {
 	}
 }
 
-// Made returns the endpoints that this process has to remove when it stops, for a process that takes over: Inherit gets
-// them there.
+// Made returns the names of the endpoints that this process has to remove when it stops. A process that takes over
+// passes them to its own Inherit.
 func (e *Endpoints) Made() []string {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	return slices.Sorted(maps.Keys(e.ours))
 }
 
-// Inherit has this process remove the endpoints of the process from which it has taken over, when it stops.
+// Inherit notes endpoints of the process from which this one has taken over. This process removes them when it stops.
 func (e *Endpoints) Inherit(made []string) {
 	for _, name := range made {
 		e.setOurs(name, true)
@@ -92,7 +92,7 @@ func (e *Endpoints) setOurs(name string, ours bool) {
 }
 
 // DialContext connects with Multipath TCP. Before the first connection it waits until Run has told the kernel
-// the addresses of this machine. A connection that lost SYNs have turned into one of plain TCP is made again, once.
+// the addresses of this machine. If lost SYNs have led to plain TCP, DialContext connects once more.
 func (e *Endpoints) DialContext(ctx context.Context, network, addr string) (net.Conn, error) {
 	select {
 	case <-e.told:

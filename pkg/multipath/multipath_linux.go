@@ -65,7 +65,7 @@ func (e *Endpoints) Run(ctx context.Context) error {
 		select {
 		case <-changed:
 		case <-time.After(resync):
-		case <-e.Left: // what this process made from now on would be nobody's
+		case <-e.Left: // no process would remove what this one adds from now on
 			<-ctx.Done()
 			return nil
 		case <-ctx.Done():
@@ -75,12 +75,12 @@ func (e *Endpoints) Run(ctx context.Context) error {
 	}
 }
 
-// known is the endpoints of this machine's uplinks. Those that are not in Endpoints.ours are of a process that was
-// killed, or of an operator.
+// known is the set of endpoints at addresses of this machine's uplinks. Another maker than this process, such as an
+// operator or a killed edge, has made each endpoint that is not in Endpoints.ours.
 type known map[endpoint]struct{}
 
-// leave removes the endpoints that are in Endpoints.ours. The kernel then closes their paths, so leave waits for the
-// sessions, which give conns time to end.
+// leave removes the endpoints that are in Endpoints.ours. It first waits until the sessions have ended, because the
+// kernel closes the paths of a removed endpoint, and conns may still use them.
 func (e *Endpoints) leave(has known) {
 	if tunnel.IsClosed(e.Left) {
 		return
@@ -184,8 +184,8 @@ func uplinks() (all []endpoint, err error) {
 	return all, nil
 }
 
-// isLasting reports whether an address is one that connections may use: of global scope, and neither about
-// to go nor still being checked. IFA_F_SECONDARY has a second name, IFA_F_TEMPORARY (RFC 8981).
+// isLasting reports whether connections may use an address. It has global scope, is neither temporary nor
+// deprecated, and has passed duplicate address detection. IFA_F_SECONDARY and IFA_F_TEMPORARY (RFC 8981) are one bit.
 func isLasting(a netlink.Addr) bool {
 	const not = unix.IFA_F_SECONDARY | unix.IFA_F_TENTATIVE | unix.IFA_F_DADFAILED | unix.IFA_F_DEPRECATED
 	return a.Scope == unix.RT_SCOPE_UNIVERSE && a.Flags&not == 0
@@ -272,8 +272,8 @@ func remove(e endpoint) error {
 }
 
 // closeFirst closes the first paths of connections from an address that has gone. The first path of a connection
-// has the number 0, whichever endpoint its address is. Some versions of Linux close that path only if they are
-// asked by this number.
+// has the number 0, even if its address is an endpoint with another number. Some versions of Linux close the
+// first path only at a request with the number 0.
 func closeFirst(e endpoint) error {
 	attr := attribute(e.addr)
 	attr.AddRtAttr(addrID, nl.Uint8Attr(0))
@@ -281,7 +281,7 @@ func closeFirst(e endpoint) error {
 	if errors.Is(err, os.ErrPermission) {
 		return err
 	}
-	return nil // no connection has begun at that address
+	return nil // no connection has its first path from this address
 }
 
 // attribute returns the attribute of an address.

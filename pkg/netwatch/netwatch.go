@@ -1,13 +1,13 @@
-// Package netwatch tells when the addresses or routes of this machine change.
+// Package netwatch calls a function when the addresses or routes of this machine change.
 //
 //	w := netwatch.New(client.NetworkChanged, log)
 //	err := w.Run(ctx)
 //
-// So an edge need not wait for a timeout after its machine has moved to another network. Only Linux tells; on other
-// systems Run only waits.
+// So an edge need not wait for a timeout after its machine has moved to another network. On systems other than
+// Linux, Run only waits for the end of ctx.
 //
-// The package does not say what has changed: most changes on a Kubernetes node are about pods. Who listens checks
-// what concerns it.
+// The package does not say what has changed. Most changes on a Kubernetes node are about pods, so the function has
+// to check whether a change concerns it.
 package netwatch
 
 import (
@@ -19,10 +19,10 @@ import (
 )
 
 const (
-	// settle is how long changes may follow each other before they are told: a machine that joins a network gets
-	// addresses and routes one after the other.
+	// settle is the wait between a change and the call of changed. One call stands for all changes in this time: a
+	// machine that joins a network gets addresses and routes one after the other.
 	settle = 300 * time.Millisecond
-	// pause is the time between two calls, at least. Pods that come and go change routes all the time.
+	// pause is the shortest time between two calls. Pods that start and stop change routes all the time.
 	pause = 2 * time.Second
 	// again is how long after a failure the Watcher subscribes again.
 	again = 10 * time.Second
@@ -46,9 +46,9 @@ func New(changed func(), log *slog.Logger) *Watcher {
 // Name implements tunnel.Module.
 func (w *Watcher) Name() string { return "netwatch" }
 
-// Run implements tunnel.Module. Without a way to watch it waits until ctx is done.
+// Run implements tunnel.Module. On a system without notifications it waits until ctx is done.
 func (w *Watcher) Run(ctx context.Context) error {
-	events := make(chan struct{}, 1) // capacity 1: any number of changes before the next call is one
+	events := make(chan struct{}, 1) // capacity 1: all changes before the next call count as one
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
@@ -72,8 +72,8 @@ func (w *Watcher) Run(ctx context.Context) error {
 	}
 }
 
-// watch subscribes until ctx is done. A subscription ends when the kernel has dropped messages, since they came too
-// fast: that is a change, too. If one subscription after another fails, only the first failure is told.
+// watch subscribes, and again after a failure, until ctx is done. A subscription also fails when the kernel drops
+// messages that come too fast. So a failure counts as a change, unless it follows soon after another failure.
 func (w *Watcher) watch(ctx context.Context, events chan<- struct{}) {
 	warned, told := false, false
 	for ctx.Err() == nil {
@@ -86,7 +86,7 @@ func (w *Watcher) watch(ctx context.Context, events chan<- struct{}) {
 			warned = true
 			w.log.Info("changes of routes are noticed late, by timeouts", "err", err)
 		}
-		// A subscription that has lived for a while has worked, so changes can have been lost at its end.
+		// A subscription that has lasted for a while has worked, so its failure may have lost changes.
 		if !told || time.Since(began) >= again {
 			told = true
 			tell(events)

@@ -8,7 +8,7 @@ import (
 	"github.com/vishvananda/netlink"
 )
 
-// subscribe passes on what the kernel tells of addresses and routes (rtnetlink(7)).
+// subscribe sends an event for each change of addresses or routes that the kernel reports (rtnetlink(7)).
 func subscribe(ctx context.Context, events chan<- struct{}) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -28,11 +28,11 @@ func subscribe(ctx context.Context, events chan<- struct{}) error {
 	err = netlink.AddrSubscribeWithOptions(addrs, ctx.Done(), netlink.AddrSubscribeOptions{ErrorCallback: failed})
 	if err != nil {
 		cancel()
-		for range routes { // until the package has closed it
+		for range routes { // until package netlink has closed routes
 		}
 		return err
 	}
-	for routes != nil || addrs != nil { // the package closes both when ctx is done
+	for routes != nil || addrs != nil { // package netlink closes both when ctx is done
 		select {
 		case _, ok := <-routes:
 			if !ok {

@@ -22,8 +22,8 @@ type Replica struct {
 	ID       string
 	Remote   string    // its address, as this replica sees it
 	Since    time.Time // when it joined
-	Software string    // that it says it runs
-	Nodes    int       // that it holds
+	Software string    // the version that it says it runs
+	Nodes    int       // how many nodes it holds
 	Leaving  bool      // it is about to stop
 
 	link *tunnel.Session
@@ -54,8 +54,8 @@ func (p *Peers) Others() []Replica {
 	return all
 }
 
-// Way returns the replica through which a dial to a node goes first. here: that is this replica. ok is false if no
-// replica holds the node.
+// Way returns the replica that a dial to a node tries first. If here is true, that is this replica, and other is
+// empty. ok is false if no replica holds the node.
 func (p *Peers) Way(n tunnel.NodeName) (other Replica, here, ok bool) {
 	own := p.dir.Lookup(n)
 	if own != nil && !p.hasLeft(own) {

@@ -218,8 +218,8 @@ func (p *Peers) handOver() {
 	}
 }
 
-// passOn tells those who wait for Peers.Changed of each change of this replica's own directory, until
-// ctx is done.
+// passOn notifies p.changed at each change of this replica's own directory, until ctx is done. So
+// Changed covers the nodes of all replicas.
 func (p *Peers) passOn(ctx context.Context) {
 	for {
 		changed := p.dir.Changed()
@@ -287,8 +287,8 @@ func (p *Peers) join(ctx context.Context, address string) {
 	}
 }
 
-// have returns the ids of the replicas that this replica has joined by another address than this one.
-// A second session would replace the first.
+// have returns the ids of the replicas that this replica has joined at addresses other than address. A
+// second session with such a replica would replace the first.
 func (p *Peers) have(address string) []string {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -48,7 +48,7 @@ func (p *Peers) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 // dialAny dials a random node of this replica, else a random node of another replica. If every
 // node tried has reached a limit, dialAny waits for a node of this replica. If this replica has
 // no such node, dialAny waits for a node of another replica. If no replica has such a node, dialAny waits for
-// one that is expected here.
+// a node that this replica expects to connect.
 func (p *Peers) dialAny(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 	waits, again := !r.NoWait, r
 	r.NoWait = true
@@ -60,7 +60,7 @@ func (p *Peers) dialAny(ctx context.Context, r tunnel.Request) (net.Conn, error)
 		}
 		refusal = err
 	}
-	var full func() (net.Conn, error) // dials again where a limit was reached, and waits; nil: nowhere
+	var full func() (net.Conn, error) // dials a node at a limit again, and waits for room; nil: no node is at a limit
 	if tunnel.CodeOf(refusal) == tunnel.Overloaded {
 		full = func() (net.Conn, error) { return p.dir.Dial(ctx, again) }
 	}

@@ -105,7 +105,7 @@ func (p *Peers) Leave() {
 	p.changed.Notify()
 }
 
-// NodesMoved implements stream.Replicas. Sessions of konnectivity agents do not count: nobody tells agents to
+// NodesMoved implements stream.Replicas. Sessions of konnectivity agents do not count: agents cannot be told to
 // move. NodesMoved counts ten times a second, and not at each change: thousands of edges may move at once.
 func (p *Peers) NodesMoved(ctx context.Context) int {
 	tick := time.NewTicker(100 * time.Millisecond)

@@ -19,7 +19,7 @@ type Files struct {
 	all []entry
 }
 
-// entry is the place in the configuration that names some files, and the files.
+// entry is the files of one Pair or Pool. name is the place in the configuration that names them.
 type entry struct {
 	name string
 	*followed
@@ -76,7 +76,7 @@ func (f *Files) Note() string {
 	return strings.Join(notes, "; ")
 }
 
-// expiration has a name like the same metrics of Kubernetes' components and of cert-manager.
+// expiration has a name in the style of the same metrics of Kubernetes' components and cert-manager.
 var (
 	expiration = prometheus.NewDesc( //nolint:gochecknoglobals // never changes
 		"tunnel_certificate_expiration_timestamp_seconds",

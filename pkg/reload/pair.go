@@ -36,7 +36,8 @@ func (p *Pair) adoptPair(contents [][]byte) (validity, error) {
 		return validity{}, err
 	}
 	v := validity{pair.Leaf.NotBefore, pair.Leaf.NotAfter}
-	// When the process starts there is no better pair, and the operator has to see what is wrong.
+	// At the start, even a pair that is not valid now is adopted: there is no better one, and callers' errors
+	// then show the operator what is wrong.
 	if old := p.current.Load(); old != nil && !v.at(time.Now()) && p.valid.at(time.Now()) {
 		return validity{}, errors.New("the new certificate is not valid at this time, and the one in use is")
 	}

@@ -87,7 +87,7 @@ type followed struct {
 
 	// Owned by Run, and by the constructor before Run.
 	digest    [sha256.Size]byte // of the contents in use
-	lastError string            // error of the last look that found nothing to use; "": none
+	lastError string            // error of the last check, if that check could not use the files; "": none
 	warned    state             // the worst state of the certificate in use that has been logged
 
 	mu    sync.Mutex // guards the following
@@ -101,8 +101,8 @@ func (f *followed) Run(ctx context.Context) error {
 	return nil
 }
 
-// follow follows the files of all until ctx is done. It uses one watch for all of them, because a
-// process may have only a few.
+// follow follows the files of all until ctx is done. It uses one watch for all files, because Linux permits a
+// user only a few (fs.inotify.max_user_instances).
 func follow(ctx context.Context, watch watchFunc, log *slog.Logger, all ...*followed) {
 	var paths []string
 	for _, f := range all {
@@ -110,8 +110,8 @@ func follow(ctx context.Context, watch watchFunc, log *slog.Logger, all ...*foll
 	}
 	var watching sync.WaitGroup
 	defer watching.Wait()
-	// Each value is a channel for the result. The watch sends it and waits; the loop below checks the files
-	// and answers. It is unbuffered and never closed: both sides also select on ctx.
+	// The watch asks the loop below to check the files: it sends a channel for the result, and waits for the
+	// result. checks is unbuffered and never closed: both sides also select on ctx.
 	checks := make(chan chan bool)
 	watching.Go(func() {
 		watch(ctx, paths, log, func() bool {

@@ -23,7 +23,7 @@ const (
 	// writes in place leaves half a file for a moment, and the two files of a pair are written one
 	// after the other.
 	quietPeriod = 50 * time.Millisecond
-	// maxQuietWait bounds that wait if writes to the directory never stop.
+	// maxQuietWait bounds the wait for a quiet period if writes to the directory never stop.
 	maxQuietWait = 250 * time.Millisecond
 )
 
@@ -31,8 +31,8 @@ const (
 // then whenever one of the files has been replaced or modified, until ctx is done. It does so
 // within a second, and after the files have been left alone for a moment. A file may be missing for
 // a while, or be reached through symbolic links that are swapped. changed returns true when the
-// files cannot be read or used yet; it is then called again, twice a second, until it returns
-// false. Watch calls it in its own caller's goroutine.
+// files cannot be read or used yet. Watch then calls changed again, twice a second, until changed
+// returns false. Watch calls changed in the goroutine that called Watch.
 func Watch(ctx context.Context, paths []string, log *slog.Logger, changed func() (retry bool)) {
 	(&watcher{paths: paths, log: log, changed: changed, notify: notifyDirs}).run(ctx)
 }
@@ -87,7 +87,7 @@ func (w *watcher) run(ctx context.Context) {
 	tick := time.NewTicker(pollInterval)
 	defer tick.Stop()
 
-	// Set while a change waits to be read: the time of the first change, and the end of the wait.
+	// Both are set while changes wait for a quiet period: the time of the first change, and the end of the wait.
 	var firstChange time.Time
 	var settled <-chan time.Time
 	// schedule starts the wait for the quiet period, or extends it up to maxQuietWait.
@@ -126,7 +126,7 @@ func (w *watcher) run(ctx context.Context) {
 
 // call remembers the identities of the files and calls changed.
 func (w *watcher) call() {
-	// Identified before the files are read, so that a write during the reading counts as a change.
+	// The files are identified before changed reads them, so that a write during the reading counts as a change.
 	w.seen = w.identify()
 	w.retry = w.changed()
 }
@@ -147,8 +147,8 @@ func (w *watcher) isWatched(name string) bool {
 	return slices.ContainsFunc(w.paths, func(p string) bool { return filepath.Clean(p) == name })
 }
 
-// differs reports whether a path leads to another file, or to another state of its file, than at
-// the last call.
+// differs reports whether any of the files was replaced, modified, removed or created since the last
+// call of changed.
 func (w *watcher) differs() bool { return !slices.EqualFunc(w.seen, w.identify(), fileID.equal) }
 
 // identify returns the identities of all files.
@@ -176,7 +176,7 @@ func identify(path string) fileID {
 	return fileID{st}
 }
 
-// fileID distinguishes states of a path without reading the file.
+// fileID tells two states of a file apart without reading the file: see equal.
 type fileID struct{ fs.FileInfo } // nil: there was no file
 
 func (a fileID) equal(b fileID) bool {

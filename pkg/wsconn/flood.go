@@ -25,15 +25,15 @@ const (
 var errFlood = errors.New("the WebSocket's other end sends too many empty messages, pings or empty fragments")
 
 // flood counts what the other end sends besides data. Package websocket does not show pings, pongs and the
-// fragments of a message, but it reads them all while receive waits. So one goroutine owns a flood: receive, and
-// before it the handshake.
+// fragments of a message, but it reads all of them while receive waits. So one goroutine at a time owns a flood:
+// first the goroutine of the handshake, then that of receive.
 type flood struct {
-	window time.Duration // counts are of this time; set once
+	window time.Duration // how long the counts below run before they start again at 0; set once
 
-	began       time.Time // of the counts below
+	began       time.Time // when the counts below started
 	empties     int       // pings, pongs and empty messages
-	came, bytes int64     // bytes that have come, and those of data
-	over        bool      // too much has come; it stays
+	came, bytes int64     // came: all bytes read; bytes: those of data among them
+	over        bool      // a limit was exceeded; it stays true
 }
 
 // renew begins to count again once a window is over.
@@ -60,7 +60,7 @@ func (f *flood) pong(context.Context, []byte) { f.empty() }
 // data counts data.
 func (f *flood) data(n int) { f.bytes += int64(n) }
 
-// read reads from the connection below the WebSocket. It fails once too much has come that is no data.
+// read reads from the connection below the WebSocket. It fails once too many bytes have come that are no data.
 func (f *flood) read(c net.Conn, b []byte) (int, error) {
 	if f.over {
 		return 0, errFlood
@@ -72,7 +72,7 @@ func (f *flood) read(c net.Conn, b []byte) (int, error) {
 	return n, err
 }
 
-// hijacked is a response whose connection counts what it reads.
+// hijacked is a ResponseWriter whose hijacked connection counts the bytes that it reads.
 type hijacked struct {
 	http.ResponseWriter
 	flood *flood

@@ -14,7 +14,7 @@ type gather struct {
 	mu    sync.Mutex // guards the following, and is held while the connection below is written to
 	begun bool       // a message has begun: its pieces wait in piece
 	piece []byte     // from the pool; nil: nothing waits
-	used  int        // bytes of piece
+	used  int        // how many bytes of piece are filled
 }
 
 // NetConn returns the connection below.
@@ -37,7 +37,7 @@ func (g *gather) end() error {
 	g.begun = false
 	err := g.flushLocked()
 	if g.piece != nil {
-		pool.Put(g.piece) //nolint:staticcheck // a header of three words is cheap beside its bytes
+		pool.Put(g.piece) //nolint:staticcheck // allocating a slice header is cheap beside allocating its bytes
 		g.piece = nil
 	}
 	return err

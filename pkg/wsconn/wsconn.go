@@ -74,7 +74,7 @@ var pool = sync.Pool{New: func() any { return make([]byte, chunkSize) }}
 // newConn returns a Conn over an established WebSocket. raw is the connection below, and f counts what comes there.
 func newConn(ws *websocket.Conn, raw net.Conn, f *flood, idle time.Duration) *Conn {
 	below, _ := raw.(*gather)
-	*f = flood{window: idle} // without the handshake
+	*f = flood{window: idle} // the bytes of the handshake do not count
 	ws.SetReadLimit(-1)      // Read takes any message piece by piece
 	c := &Conn{
 		Conn: raw, ws: ws, below: below, flood: f, since: time.Now(), idle: idle,
@@ -92,8 +92,8 @@ func newConn(ws *websocket.Conn, raw net.Conn, f *flood, idle time.Duration) *Co
 // NetConn returns the connection below the WebSocket.
 func (c *Conn) NetConn() net.Conn { return c.Conn }
 
-// receive passes the bytes of messages to Read until the WebSocket ends. It also answers the pings of
-// others: package websocket does so while somebody reads.
+// receive passes the bytes of messages to Read until the WebSocket ends. It reads even while no Read waits,
+// because package websocket answers pings only during a read.
 func (c *Conn) receive() error {
 	for {
 		typ, r, err := c.ws.Reader(context.Background())
@@ -113,7 +113,7 @@ func (c *Conn) receive() error {
 	}
 }
 
-// pass passes the bytes of one message to Read. It returns how many there were.
+// pass passes the bytes of one message to Read. It returns how many bytes the message had.
 func (c *Conn) pass(r io.Reader) (n int, err error) {
 	for err == nil {
 		chunk, _ := pool.Get().([]byte)
@@ -121,7 +121,7 @@ func (c *Conn) pass(r io.Reader) (n int, err error) {
 		got, err = r.Read(chunk[:chunkSize])
 		n += got
 		if got == 0 {
-			pool.Put(chunk) //nolint:staticcheck // a header of three words is cheap beside its bytes
+			pool.Put(chunk) //nolint:staticcheck // allocating a slice header is cheap beside allocating its bytes
 			continue
 		}
 		c.flood.data(got)
@@ -131,14 +131,14 @@ func (c *Conn) pass(r io.Reader) (n int, err error) {
 			return n, net.ErrClosed
 		}
 	}
-	if err == io.EOF { // the end of the message; a wrapped io.EOF is that of the connection
+	if err == io.EOF { // the end of the message; a wrapped io.EOF would be the end of the connection
 		err = nil
 	}
 	return n, err
 }
 
-// clean makes io.EOF of each error that says that the other end, or a box in between, has closed the
-// connection. TLS distinguishes a clean end from another by its own alert.
+// clean returns io.EOF for each error that says that the other end, or a box in between, has closed the
+// connection. TLS above the Conn tells a clean end from a cut-off one by its own alert.
 func clean(err error) error {
 	switch websocket.CloseStatus(err) {
 	case websocket.StatusNormalClosure, websocket.StatusGoingAway:
@@ -203,8 +203,8 @@ func (c *Conn) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// keepAlive sends an empty message if the Conn has sent nothing for idle. It may wait as long as any
-// Write. A Write that waits has reached the boxes in between, or else their own end is full.
+// keepAlive sends an empty message if the Conn has sent nothing for idle. Like any Write, it may block. A
+// blocked Write does no harm here: boxes in between then still have bytes to pass on, and see no silence.
 func (c *Conn) keepAlive() {
 	wait := c.idle - (time.Since(c.since) - time.Duration(c.wrote.Load()))
 	if wait <= 0 {
@@ -232,14 +232,14 @@ func (c *Conn) SetDeadline(t time.Time) error {
 	return c.Conn.SetWriteDeadline(t)
 }
 
-// Close implements net.Conn. It does not wait for the other end: the stream above has said its last word.
+// Close implements net.Conn. It does not wait for the other end: TLS above the Conn tells a clean end.
 func (c *Conn) Close() error {
 	err := net.ErrClosed
 	c.once.Do(func() {
 		close(c.closed)
 		c.timer.Stop()
 		err = bottom(c.Conn).Close() // first, since closing TLS waits for a peer that does not read
-		c.ws.CloseNow()              //nolint:errcheck // it closes what is closed, and frees the rest
+		c.ws.CloseNow()              //nolint:errcheck // the connection is closed already; this frees the rest
 		c.deadline.set(time.Time{})  // stops its timer
 		<-c.ended
 	})
@@ -259,7 +259,7 @@ func bottom(c net.Conn) net.Conn {
 
 // HandshakeError is a server's answer that opens no WebSocket.
 type HandshakeError struct {
-	Status int    // of HTTP
+	Status int    // the status code of HTTP
 	Text   string // the status line, without the version
 }
 
@@ -279,7 +279,7 @@ func dial(ctx context.Context, raw net.Conn, url, userAgent string, idle time.Du
 		DialContext: given, DialTLSContext: given, // neither is called twice: redirects are not followed
 		MaxResponseHeaderBytes: maxAnswer, DisableCompression: true,
 	}
-	//nolint:bodyclose // the package closes it; of an answer that refuses it keeps the first bytes in memory
+	//nolint:bodyclose // package websocket closes the body; of a refusal's body it keeps the first bytes in memory
 	ws, answer, err := websocket.Dial(ctx, url, &websocket.DialOptions{
 		HTTPClient: &http.Client{
 			Transport:     transport,
@@ -309,8 +309,8 @@ func cause(err error) error {
 	}
 }
 
-// Accept makes a WebSocket of a request. raw is the connection of the request. After an error the request
-// has been answered.
+// Accept opens the WebSocket that a request asks for. raw is the connection of the request. If Accept returns an
+// error, it has answered the request.
 func Accept(w http.ResponseWriter, r *http.Request, raw net.Conn) (*Conn, error) {
 	f := &flood{window: Idle}
 	ws, err := websocket.Accept(hijacked{w, f}, r, &websocket.AcceptOptions{
