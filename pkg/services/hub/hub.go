@@ -74,8 +74,7 @@ type Hub struct {
 	superseded int
 	deleted    map[services.Path]*change // the newest change of each path that was deleted
 	seq        uint64                    // of the last change
-	// floor is the seq of the newest deletion that the hub has forgotten. An edge that has not got that deletion needs
-	// whole buckets.
+	// floor: the hub has forgotten the deletions up to this seq. An edge that is at an earlier seq needs whole buckets.
 	floor    uint64
 	changed  tunnel.Change // tells the goroutines of Watch that seq has grown
 	served   chan struct{} // closed when ready becomes true; nothing is sent
@@ -203,7 +202,7 @@ func (h *Hub) Delete(p services.Path) {
 	h.digests.Flip(p, old.value)
 	h.supersedeLocked(old)
 	h.deleted[p] = h.appendLocked(p, nil)
-
+	// With so many deletions, whole buckets are no larger than all changes.
 	if len(h.deleted) > h.items+maxDeleted {
 		h.forgetLocked()
 	}

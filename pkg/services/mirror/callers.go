@@ -14,8 +14,8 @@ const (
 	// maxConns bounds the connections to all ports of twins. Each costs two file descriptors if the cloud itself dials
 	// the endpoint.
 	maxConns = 4096
-	// maxConnsPerAddress bounds those of one caller. It also ends a loop: an EndpointSlice may lead the cloud's own
-	// connections back to a port of a twin by a way that MayDial does not see, such as a ClusterIP.
+	// maxConnsPerAddress bounds the connections of one caller. It also ends a loop: an EndpointSlice may lead the cloud's
+	// own connections back to a port of a twin by an address that MayDial does not know, such as a ClusterIP.
 	maxConnsPerAddress = 1024
 )
 
@@ -28,7 +28,7 @@ type callers struct {
 	of    map[netip.Addr]int // by the caller's address; never 0
 }
 
-// enter counts a connection, unless it is above a limit.
+// enter counts a connection of a caller. If a limit is reached, enter counts nothing, and returns the limit and true.
 func (c *callers) enter(from netip.Addr) (limit tunnel.Limit, full bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -45,7 +45,7 @@ func (c *callers) enter(from netip.Addr) (limit tunnel.Limit, full bool) {
 	return 0, false
 }
 
-// leave undoes enter.
+// leave uncounts a connection that enter has counted.
 func (c *callers) leave(from netip.Addr) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -55,7 +55,7 @@ func (c *callers) leave(from netip.Addr) {
 	}
 }
 
-// reset resets a connection that is above a limit.
+// reset resets a connection for which enter returned a limit.
 func (m *Mirror) reset(c net.Conn, d *door, limit tunnel.Limit) {
 	m.cfg.Counters.Limited(limit)
 	if skipped, ok := m.warnFull.Allow(); ok {
@@ -65,10 +65,10 @@ func (m *Mirror) reset(c net.Conn, d *door, limit tunnel.Limit) {
 	tunnel.Reset(c)
 }
 
-// callerKey is the key of a value that contexts of callers of twins have.
+// callerKey is the key of a context's value that marks the connections of a twin's callers. MayDial reads the value.
 type callerKey struct{}
 
-// know notes the addresses of the replicas.
+// know stores the addresses of the cloud's replicas for MayDial.
 func (m *Mirror) know(replicas []kube.Slice) {
 	all := make(map[netip.Addr]bool)
 	for _, s := range replicas {
@@ -81,8 +81,8 @@ func (m *Mirror) know(replicas []kube.Slice) {
 	m.replicas.Store(&all)
 }
 
-// MayDial refuses a port of a twin to a caller of a twin, whose context is ctx: the conn would come back to a replica,
-// again and again. Other callers may dial it.
+// MayDial refuses the dial to at if ctx belongs to a caller of a twin, and at is a port of a twin: the conn would come
+// back to a replica, again and again. Other callers may dial such a port.
 func (m *Mirror) MayDial(ctx context.Context, at netip.AddrPort) error {
 	replicas := m.replicas.Load()
 	if ctx.Value(callerKey{}) == nil || replicas == nil || at.Port() < m.cfg.First || at.Port() > m.cfg.Last ||

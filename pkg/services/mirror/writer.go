@@ -16,12 +16,12 @@ import (
 )
 
 const (
-	// writeInterval is the least time between two reconciliations. A new EndpointSlice has no endpoints until the next
-	// one, so that the replicas have time to open its ports.
+	// writeInterval is the least time between two reconciliations. A new EndpointSlice gets its endpoints in the
+	// reconciliation after its creation, so that the replicas have time to open its ports.
 	writeInterval = time.Second
-	// resyncInterval is how often the leader reconciles although nothing has changed: a port may have become free.
+	// resyncInterval is how often the leader reconciles when nothing has changed: a port may have become free meanwhile.
 	resyncInterval = freedFor
-	// minRetry is the pause after a first failure. It doubles with each further one, up to maxRetry.
+	// minRetry is the pause after the first failure. The pause doubles with each further failure, up to maxRetry.
 	minRetry, maxRetry = time.Second, 15 * time.Second
 )
 
@@ -41,11 +41,11 @@ type Writer struct {
 	interval time.Duration
 
 	mu       sync.Mutex        // guards the following
-	problems map[string]string // by NAMESPACE/NAME of the original; empty unless this replica is the leader
-	err      error             // of the last reconciliation; nil: there is none, or another replica is the leader
+	problems map[string]string // by NAMESPACE/NAME of the original: why it has no twin; empty unless this replica is the leader
+	err      error             // why the last reconciliation failed; nil: it did not, or another replica is the leader
 }
 
-// NewWriter returns a Writer for m, which must run.
+// NewWriter returns a Writer for m. The Run of m must run as well.
 func NewWriter(m *Mirror, election Election) *Writer {
 	return &Writer{m: m, election: election, interval: writeInterval}
 }
@@ -53,8 +53,8 @@ func NewWriter(m *Mirror, election Election) *Writer {
 // Name implements tunnel.Module.
 func (w *Writer) Name() string { return "mirror-twins" }
 
-// Note returns why twins are missing or out of date; "": none is, but for those of which the log says why. Users cause
-// the latter, and cannot make the cloud look ill.
+// Note returns why twins are missing or out of date; "": none is. It leaves out what is wrong with one Service, which
+// only the log names: a user's mistake must not make the cloud look degraded.
 func (w *Writer) Note() string {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -73,7 +73,7 @@ func (w *Writer) Run(ctx context.Context) error {
 	return nil
 }
 
-// lead writes until ctx is done, that is, while this replica is the leader.
+// lead writes twins and EndpointSlices until ctx is done: until this replica is no longer the leader.
 func (w *Writer) lead(ctx context.Context) {
 	defer w.note(nil, nil)
 	t := term{m: w.m, given: make(map[string]uint16)}
@@ -112,7 +112,7 @@ func wait(ctx context.Context, d time.Duration, changed <-chan struct{}) {
 	}
 }
 
-// note stores the outcome of a reconciliation, and logs what is new in it.
+// note stores the outcome of a reconciliation, and logs problems that the last outcome did not have.
 func (w *Writer) note(problems map[string]string, err error) {
 	w.mu.Lock()
 	before, beforeErr := w.problems, w.err
@@ -131,12 +131,14 @@ func (w *Writer) note(problems map[string]string, err error) {
 // term is one term of a leader. One goroutine owns it.
 type term struct {
 	m *Mirror
-	// given are the ports of this term, by the address of the original. The watch may tell of them later.
+	// given are the ports that this term has assigned, by the host:port of the original. The watch may show them only
+	// later.
 	given map[string]uint16
-	begun bool // the EndpointSlices have been read without the watch
+	begun bool // begin has read the EndpointSlices
 }
 
-// reconcile makes twins and EndpointSlices as they shall be. After an error it has done what it could.
+// reconcile writes the twins and EndpointSlices that originals want, and deletes other twins. When one write fails, it
+// continues with the others.
 func (t *term) reconcile(ctx context.Context) (problems map[string]string, err error) {
 	cfg := t.m.cfg
 	if err = t.begin(ctx); err != nil {
@@ -187,11 +189,11 @@ func (t *term) reconcile(ctx context.Context) (problems map[string]string, err e
 	return problems, errors.Join(err, t.clean(ctx, v, originals))
 }
 
-// update makes a twin that exists, and its EndpointSlices, as they shall be.
+// update changes an existing twin and its EndpointSlices to what the original o wants.
 func (t *term) update(
 	ctx context.Context, v kube.MirrorView, o original, twin kube.Service, ports []kube.ServicePort,
 ) error {
-	if twin.Owner != o.UID { // of an original that was deleted: Kubernetes is about to delete the twin, too
+	if twin.Owner != o.UID { // the original was deleted and made again: Kubernetes is about to delete its twin, too
 		return t.m.cfg.Objects.DeleteService(ctx, twin)
 	}
 	var failed error
@@ -202,7 +204,7 @@ func (t *term) update(
 	return errors.Join(unlessConflict(failed), t.writeSlices(ctx, v, twin, ports))
 }
 
-// takenSlice is the error for an EndpointSlice that exists, and that this cloud has not made. Its value is the name.
+// takenSlice is the error for an EndpointSlice that exists although this cloud has not made it. Its value is the name.
 type takenSlice string
 
 func (s takenSlice) String() string { return "the EndpointSlice " + string(s) }
@@ -210,10 +212,11 @@ func (s takenSlice) String() string { return "the EndpointSlice " + string(s) }
 // Error implements error.
 func (s takenSlice) Error() string { return s.String() + ": " + kube.ErrTaken.Error() }
 
-// Unwrap returns the error of package kube.
+// Unwrap returns kube.ErrTaken.
 func (takenSlice) Unwrap() error { return kube.ErrTaken }
 
-// unlessConflict returns err, or nil if another writer was faster: the watch is about to tell what has changed.
+// unlessConflict returns err, or nil if another writer has changed the object first. The watch then shows the change,
+// and the leader reconciles again.
 func unlessConflict(err error) error {
 	if kube.ReasonFor(err) == kube.Conflict {
 		return nil
@@ -221,8 +224,8 @@ func unlessConflict(err error) error {
 	return err
 }
 
-// begin reads the EndpointSlices once in a term. The leader before may have assigned ports just now, of which the
-// watch has not told: they have no new twin for a while, as if they had just been freed.
+// begin reads the EndpointSlices once in a term, without the watch. The leader before may have assigned ports that the
+// watch does not show yet. So no other twin gets these ports for freedFor.
 func (t *term) begin(ctx context.Context) error {
 	if t.begun {
 		return nil
@@ -242,8 +245,8 @@ func (t *term) begin(ctx context.Context) error {
 	return nil
 }
 
-// assign returns the ports of each twin: those of its original, each with a port of the cloud as Target. A port that is
-// recorded stays. An error says that ports are missing.
+// assign returns the ports of each twin: the ports of its original, each with a port of the cloud as Target. A port
+// that an EndpointSlice records stays. The error says that no port was free for some twins.
 func (t *term) assign(
 	v kube.MirrorView, originals map[string]original,
 ) (ports map[string][]kube.ServicePort, err error) {
@@ -290,7 +293,7 @@ func (t *term) assign(
 	return ports, err
 }
 
-// free returns a random port that no twin has, nor has had for a while; 0: there is none.
+// free returns a random port that no twin has, and that none has had for freedFor; 0: there is none.
 func (t *term) free(used map[uint16]bool) uint16 {
 	cfg := t.m.cfg
 	t.m.mu.Lock()
@@ -306,7 +309,7 @@ func (t *term) free(used map[uint16]bool) uint16 {
 	return 0
 }
 
-// writeSlices makes the EndpointSlices of a twin as they shall be: one for each family of addresses of the replicas.
+// writeSlices writes the EndpointSlices of a twin: one for each family of addresses that the replicas have.
 func (t *term) writeSlices(
 	ctx context.Context, v kube.MirrorView, twin kube.Service, ports []kube.ServicePort,
 ) (err error) {
@@ -323,7 +326,7 @@ func (t *term) writeSlices(
 	}
 	for _, s := range v.Slices {
 		if _, known := replicas[s.Family]; !known && s.Namespace == twin.Namespace && s.Of() == twin.Name {
-			replicas[s.Family] = nil // it is there, and gets no endpoints
+			replicas[s.Family] = nil // no replica has this family any more: the slice gets no endpoints
 		}
 	}
 	for _, family := range slices.Sorted(maps.Keys(replicas)) {
@@ -352,8 +355,8 @@ func (t *term) writeSlices(
 	return err
 }
 
-// clean deletes twins that no original wants. Kubernetes then deletes their EndpointSlices. clean does not delete these
-// itself: they come by another watch than the originals, which may be ahead.
+// clean deletes twins that no original wants. Kubernetes then deletes their EndpointSlices. clean leaves EndpointSlices
+// to Kubernetes: the watch of EndpointSlices may be ahead of the watch of originals.
 func (t *term) clean(ctx context.Context, v kube.MirrorView, originals map[string]original) (err error) {
 	for _, s := range v.Services {
 		of, wanted := originals[s.Key()]

@@ -1,15 +1,15 @@
-// Package names is the cluster's DNS zone, as Kubernetes specifies it, made from the state of a node.
+// Package names makes the cluster's DNS zone from the state of a node, as Kubernetes specifies the zone.
 //
 //	zone := names.NewZone("cluster.local")
 //	difference, err := state.Apply(changes)
 //	zone.Update(state, &difference)
 //	reply := zone.Answer(state, question)
 //
-// The specification is docs/specification.md of github.com/kubernetes/dns, version 1.1.0 of the schema. Where it leaves
-// a choice, the zone does as CoreDNS does: an endpoint without hostname has its address with dashes as its name. The
-// endpoints of Services with a ClusterIP have names, too, as with CoreDNS.
+// The specification is docs/specification.md of github.com/kubernetes/dns, version 1.1.0 of the schema. Where the
+// specification leaves a choice, the zone does as CoreDNS does. An endpoint without hostname has its address with
+// dashes as its name. Endpoints of Services with a ClusterIP have names, too.
 //
-// The package is pure: it answers questions, and knows no sockets. It has no records of nodes or of namespaces.
+// The package opens no sockets. The zone has no records of nodes or of namespaces.
 package names
 
 import (
@@ -24,28 +24,29 @@ import (
 )
 
 const (
-	// ttl is how long a client may cache a record, or that there is none, in seconds: that of CoreDNS by default.
+	// ttl is how long a client may cache an answer, also the answer that there is no record, in seconds. It is the default
+	// of CoreDNS.
 	ttl = 5
 	// schemaVersion is the version of the specification.
 	schemaVersion = "1.1.0"
-	// maxRecords is the most records of an answer. No message has room for more addresses.
+	// maxRecords is the most records of an answer. No DNS message has room for more addresses.
 	maxRecords = 4096
 	// maxAliases is how many aliases the zone follows in one answer.
 	maxAliases = 8
 )
 
-// The labels below the domain, and the name of the record with the version.
+// These labels stand directly before the cluster's domain. The name with labelVersion has the record of schemaVersion.
 const (
 	labelService = "svc"
 	labelPod     = "pod"
 	labelVersion = "dns-version"
 )
 
-// Zone is the zone of a cluster. It is not safe for concurrent use, as the state is not.
+// Zone is the zone of a cluster. Like the state, it is not safe for concurrent use.
 type Zone struct {
 	domain     string // lower case, with the dot at its end; set once
 	namespaces map[string]int
-	known      map[services.Path][]netip.Addr // the addresses of each Service that have names
+	known      map[services.Path][]netip.Addr // for each Service, its addresses in pointers
 	pointers   map[netip.Addr]map[services.Path]string
 }
 
@@ -57,7 +58,7 @@ func NewZone(domain string) *Zone {
 	}
 }
 
-// Load makes the zone that of a state.
+// Load fills the zone from a state, and forgets what the zone had.
 func (z *Zone) Load(s *services.State) {
 	*z = *NewZone(z.domain)
 	for p := range s.Services() {
@@ -65,7 +66,7 @@ func (z *Zone) Load(s *services.State) {
 	}
 }
 
-// Update makes the zone that of a state, by what has changed since the last Update or Load.
+// Update adapts the zone to a state. d is what has changed since the last Update or Load.
 func (z *Zone) Update(s *services.State, d *services.Difference) {
 	changed := make(map[services.Path]struct{})
 	note := func(p services.Path) {
@@ -85,7 +86,8 @@ func (z *Zone) Update(s *services.State, d *services.Difference) {
 	}
 }
 
-// update makes what the zone keeps of a Service anew. Paths of other items have no effect.
+// update replaces what the zone keeps of the Service with path p. If p is the path of another item, update does
+// nothing.
 func (z *Zone) update(s *services.State, p services.Path) {
 	namespace, name, ok := services.CutService(p)
 	if !ok {
@@ -130,16 +132,17 @@ func (z *Zone) update(s *services.State, p services.Path) {
 	}
 }
 
-// ready returns the endpoints of a Service that have names.
+// ready returns the endpoints of a Service that have names: the ready ones, or all if the Service publishes those that
+// are not ready.
 func ready(s *services.State, p services.Path, service *services.Service) []services.Named {
 	return slices.DeleteFunc(s.Endpoints(p), func(e services.Named) bool {
 		return !e.GetReady() && !service.GetPublishNotReady()
 	})
 }
 
-// Answer returns the reply to a question: its code and its records. nil: the name is not in the zone, and another
-// server may know it. If the last record is an alias that the question does not ask for, another server knows its
-// target.
+// Answer returns the reply to a question: its code and its records. It returns nil if the name is not in the zone: then
+// another server may know the name. If the last record is an alias (CNAME) and the question asks for another type, the
+// caller must ask another server for the alias' target.
 func (z *Zone) Answer(s *services.State, q dns.Question) *dns.Msg {
 	name := dns.CanonicalName(q.Name)
 	if addr, ok := reverse(name); ok {
@@ -175,7 +178,8 @@ func (z *Zone) Answer(s *services.State, q dns.Question) *dns.Msg {
 	return m
 }
 
-// soa is the record that says how long a client may cache that there is none. Nobody transfers the zone.
+// soa returns the SOA record: it says how long a client may cache that a name has no record. The other fields have no
+// use, since nobody transfers the zone.
 func (*Zone) soa(owner string) dns.RR {
 	return &dns.SOA{
 		Hdr: dns.RR_Header{Name: owner, Rrtype: dns.TypeSOA, Class: dns.ClassINET, Ttl: ttl},
@@ -202,7 +206,7 @@ func (z *Zone) pointer(q dns.Question, addr netip.Addr) *dns.Msg {
 	return m
 }
 
-// reverse returns the address that a name such as 1.0.96.10.in-addr.arpa. is for. The name is in lower case.
+// reverse returns the address in a name for reverse lookups, such as 1.0.96.10.in-addr.arpa. The name is in lower case.
 func reverse(name string) (netip.Addr, bool) {
 	if text, ok := strings.CutSuffix(name, ".in-addr.arpa."); ok {
 		labels := strings.Split(text, ".")
@@ -227,21 +231,21 @@ func reverse(name string) (netip.Addr, bool) {
 	return addr.Unmap(), err == nil
 }
 
-// view is the zone of a state, for one question.
+// view is the zone together with the state and one question.
 type view struct {
 	*Zone
 	state *services.State
-	owner string // of the records
+	owner string // the name in the records of the answer
 	qtype uint16
 }
 
-// result is what a name has of the type that the question asks for.
+// result is the answer for one name.
 type result struct {
 	exists        bool
 	answer, extra []dns.RR
 }
 
-// records returns what a name has. labels are those below the domain.
+// records returns the answer for a name. labels are the name's labels before the cluster's domain.
 func (v view) records(labels []string) result {
 	n := len(labels)
 	switch last := labels[n-1]; {
@@ -277,7 +281,7 @@ func podAddress(label string) (netip.Addr, error) {
 	return addr.WithZone("").Unmap(), err
 }
 
-// ofService returns what a Service has at its own name, or at one below it: HOSTNAME or _PORT._PROTOCOL.
+// ofService returns the answer for the name of a Service, or for a name below it: HOSTNAME or _PORT._PROTOCOL.
 func (v view) ofService(namespace, name string, below []string) result {
 	service := v.state.Service(namespace, name)
 	if service == nil {
@@ -323,7 +327,7 @@ func (v view) ofService(namespace, name string, below []string) result {
 }
 
 // ports returns the SRV records of the named ports of a Service, and the addresses of their targets. port is the name
-// of one of them; "": all. Both port and protocol are in lower case.
+// of one port; "": all ports. Both port and protocol are in lower case.
 func (v view) ports(service *services.Service, path services.Path, port, protocol string) (r result) {
 	namespace, name, _ := services.CutService(path)
 	own := name + "." + namespace + "." + labelService + "." + v.domain
@@ -360,11 +364,11 @@ func (v view) ports(service *services.Service, path services.Path, port, protoco
 	return r
 }
 
-// addresses returns the addresses of a name. Without addresses there is no such name, unless it has to be there.
+// addresses returns the address records for a name. With exists, the name exists even if it has no addresses.
 func (v view) addresses(texts []string, exists bool) result {
 	r := result{exists: exists || len(texts) > 0}
 	slices.Sort(texts)
-	for _, text := range slices.Compact(texts) { // a copy is in two slices for a moment
+	for _, text := range slices.Compact(texts) { // two slices have the same address for a moment
 		if addr, err := netip.ParseAddr(text); err == nil && len(r.answer) < maxRecords {
 			r.answer = append(r.answer, v.only(v.address(v.owner, addr.Unmap())).answer...)
 		}
@@ -382,7 +386,7 @@ func addressesOf(all []services.Named) []string {
 	return texts
 }
 
-// only returns what a name has that has this record alone.
+// only returns the answer for a name whose only record is rr.
 func (v view) only(rr dns.RR) result {
 	if v.qtype != rr.Header().Rrtype && v.qtype != dns.TypeANY {
 		return result{exists: true}
