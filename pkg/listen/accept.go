@@ -5,8 +5,8 @@ import (
 	"net"
 )
 
-// Accept gives each connection of ln to serve, until ctx is done: then it returns nil. If ln fails earlier, Accept
-// returns the error. Somebody else must close ln when ctx is done. The next connection waits until serve returns.
+// Accept accepts connections from ln and calls serve for each, one after the other. When ctx is done it returns nil.
+// If ln fails earlier, Accept returns the error. When ctx is done, the caller must close ln to end a waiting Accept.
 func Accept(ctx context.Context, ln net.Listener, serve func(net.Conn)) error {
 	for {
 		c, err := ln.Accept()

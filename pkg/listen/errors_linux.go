@@ -2,5 +2,5 @@ package listen
 
 import "syscall"
 
-// platformErrnos returns the per-connection accept errors that exist on Linux only.
+// platformErrnos returns those errors of isOfConn that exist only on Linux.
 func platformErrnos() []syscall.Errno { return []syscall.Errno{syscall.ENONET} }

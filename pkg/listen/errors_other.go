@@ -4,5 +4,5 @@ package listen
 
 import "syscall"
 
-// platformErrnos returns the per-connection accept errors that exist on Linux only: here none.
+// platformErrnos returns nothing: its errors exist only on Linux.
 func platformErrnos() []syscall.Errno { return nil }

@@ -7,11 +7,11 @@
 //	}
 //	defer s.Release()
 //
-// [Strangers] bounds the connections of peers that have not authenticated yet. [Listener] accepts
-// TCP connections, and bounds those of peers that have not authenticated yet.
+// [Strangers] limits the connections of peers that have not authenticated yet. [Listener] accepts
+// TCP connections, and limits strangers by Strangers.
 //
 // accept(2) also reports errors of the connection that it would have returned, for instance a route
-// that was lost during the handshake. net/http and grpc-go stop serving at most of these errors.
-// [Steady] keeps such a listener accepting. [Transient] is for packages with an accept loop of
-// their own.
+// that was lost during the handshake. After most of these errors, net/http and grpc-go stop serving.
+// A listener in [Steady] hides such errors from them. A package with an accept loop of its own asks
+// [Transient] whether to continue.
 package listen

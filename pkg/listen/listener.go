@@ -22,13 +22,13 @@ type ListenerConfig struct {
 	Timeout           time.Duration // how long a connection may stay a stranger
 	Bytes             int           // how many bytes a stranger may send
 
-	// Each rejected or expired connection is counted under the limit that it has reached.
+	// Counters counts each rejected or expired connection under the limit that the connection has reached.
 	Counters                           *tunnel.Counters
 	OverMax, OverMaxPerSource, TooLate tunnel.Limit
 }
 
-// Listener accepts TCP connections, each of which is a stranger until its peer has proven who it
-// is. A connection that finds no place is reset at once: nothing waits.
+// Listener accepts TCP connections. The peer of each connection is a stranger until it has proven who it is. If there
+// is no place for another stranger, the Listener resets the connection at once: no connection waits for a place.
 type Listener struct {
 	net.Listener
 	cfg       ListenerConfig
@@ -71,7 +71,7 @@ func (l *Listener) Accept() (net.Conn, error) {
 	}
 }
 
-// Socketed is a connection over a TCP connection, such as one whose first bytes have been read.
+// Socketed is a connection that wraps a TCP connection, for instance to return bytes again that were read before.
 type Socketed interface {
 	// Socket returns the TCP connection, for its options and addresses; nil: there is none. Only the
 	// wrapper reads and writes it.
@@ -98,8 +98,8 @@ type Conn struct {
 	*net.TCPConn
 
 	// Set once.
-	caller    net.Addr   // the peer, or whoever connected to the balancer in between
-	probation *Probation // its limits end by Met, when the peer has proven who it is
+	caller    net.Addr   // the address of the peer; behind a balancer, the address of the balancer's caller
+	probation *Probation // limits the peer until Met, when it has proven who it is
 }
 
 // RemoteAddr implements net.Conn. Behind a balancer it returns the address of the balancer's caller, if

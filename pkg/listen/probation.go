@@ -9,8 +9,8 @@ import (
 
 // Probation is a connection whose peer has not authenticated yet. Until Met is called, the
 // connection occupies a place in [Strangers], has a deadline, and may send a limited number of
-// bytes. Further bytes wait in the kernel, and then at the sender, even if the protocol's own
-// flow-control windows are larger.
+// bytes. Further bytes wait in the kernel, and then at the sender, even if the windows of a protocol
+// such as HTTP/2 would permit more bytes.
 //
 // The owner closes the connection and then calls Release.
 type Probation struct {
@@ -24,7 +24,8 @@ type Probation struct {
 	ended         atomic.Bool   // the limits no longer apply; set under mu
 	done          chan struct{} // closed when ended is set; frees a Read that has used up its bytes
 
-	// mu is locked before the mutex of Strangers. Strangers calls evict without its mutex.
+	// A goroutine that needs both mu and the mutex of Strangers locks mu first. So Strangers calls evict without its
+	// mutex.
 	mu       sync.Mutex // guards the following
 	deadline time.Time  // deadline for Met
 	// timer is nil until Probation has admitted the connection. It fires first after FirstByte,
@@ -34,7 +35,7 @@ type Probation struct {
 
 // Terms limit what a connection of an unauthenticated peer may cost.
 type Terms struct {
-	Time    time.Duration // longest time from admission to Met; for the first byte, FirstByte if shorter
+	Time    time.Duration // longest time from admission to Met; the first byte must come within FirstByte, too
 	Bytes   int           // how many bytes may be read before Met
 	Late    func()        // called at the deadline, before the connection is closed
 	Evicted func()        // called when a newcomer takes the place, before the connection is closed

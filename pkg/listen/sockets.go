@@ -17,21 +17,22 @@ import (
 // Sockets are the listening sockets of a process, which another process can take over (package takeover). A nil
 // *Sockets opens sockets as usual.
 //
-// For a while both processes have the same sockets. The kernel has one queue for a socket, so no connection is
-// lost while at least one of them accepts. Pause and Resume say which one accepts.
+// For a while both processes have the same sockets. The kernel has one queue for each socket, so no connection is
+// lost while at least one process accepts. Pause and Resume say whether this process accepts.
 type Sockets struct {
-	serving, left chan struct{} // only closed, by Serve and Leave
+	serving chan struct{} // closed by Serve; nothing is sent
+	left    chan struct{} // closed by Leave; nothing is sent
 
 	mu        sync.Mutex // guards the following
-	inherited []Copy     // that nobody has opened yet
+	inherited []Copy     // sockets of the other process that no module of this process has opened yet
 	listeners map[*shared]struct{}
 	packets   []packetSocket
 	paused    [allUsers]bool
-	shut      [allUsers]bool // by Close
+	shut      [allUsers]bool // the users for whom Close was called
 	changed   tunnel.Change
 }
 
-// Users are the peers that connect to a socket.
+// Users is the kind of peers that connect to a socket.
 type Users int
 
 // All users.
@@ -48,13 +49,13 @@ type Name struct {
 	Address string `json:"address"`
 }
 
-// Copy is a socket for another process, or of another process.
+// Copy is a copy of a listening socket: this process passes it to another process, or has got it from another.
 type Copy struct {
 	Name
 	File *os.File
 }
 
-// packetSocket is an open UDP socket, or one that its owner has closed.
+// packetSocket is a UDP socket that OpenPacket has opened. Its owner may have closed it since.
 type packetSocket struct {
 	name Name
 	conn net.PacketConn
@@ -77,7 +78,7 @@ func Inherit(from []Copy) *Sockets {
 	}
 }
 
-// Listen opens a listener as lc does, or takes it from the other process.
+// Listen takes the listener from the other process, or opens one with lc.
 func (s *Sockets) Listen(
 	ctx context.Context, users Users, lc net.ListenConfig, network, address string,
 ) (net.Listener, error) {
@@ -89,8 +90,8 @@ func (s *Sockets) Listen(
 	return ln, err
 }
 
-// Open opens a listener by calling open, or takes it from the other process. After Close of its users, the listener is
-// closed, as those that Close has found.
+// Open takes the listener from the other process, or opens one by calling open. If Close was called before for users,
+// nobody can connect to the new listener either.
 func (s *Sockets) Open(users Users, name Name, open func() (net.Listener, error)) (net.Listener, error) {
 	if s == nil {
 		return open()
@@ -102,7 +103,7 @@ func (s *Sockets) Open(users Users, name Name, open func() (net.Listener, error)
 		ln, err = open()
 	} else {
 		ln, err = net.FileListener(file)
-		file.Close() // ln has a copy
+		file.Close() // ln has a copy of the socket
 	}
 	if err != nil {
 		return nil, err
@@ -117,7 +118,8 @@ func (s *Sockets) Open(users Users, name Name, open func() (net.Listener, error)
 	return l, nil
 }
 
-// OpenPacket is Open for a UDP socket. Its owner begins to read when Serving is closed, and ends when Left is closed.
+// OpenPacket is Open for a UDP socket. The owner of the socket must begin to read when the channel Serving is closed,
+// and must stop when the channel Left is closed.
 func (s *Sockets) OpenPacket(name Name, open func() (net.PacketConn, error)) (net.PacketConn, error) {
 	if s == nil {
 		return open()
@@ -146,7 +148,7 @@ func isClosed(c net.PacketConn) bool {
 	return err != nil || raw.Control(func(uintptr) {}) != nil
 }
 
-// take removes a socket from inherited; nil: there is none of this name.
+// take removes the socket with this name from inherited and returns it; nil: inherited has no such socket.
 func (s *Sockets) take(name Name) *os.File {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -192,8 +194,8 @@ func CloseCopies(all []Copy) {
 	}
 }
 
-// Pause lets no listener of these users accept. Their connections wait in the kernel. An Accept that waits already
-// may still return one connection that comes at the same moment.
+// Pause stops the listeners for users from accepting: new connections wait in the kernel. An Accept that waits already
+// may still return one connection that arrives at the same moment.
 func (s *Sockets) Pause(users Users) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -205,7 +207,7 @@ func (s *Sockets) Pause(users Users) {
 	}
 }
 
-// Resume lets listeners accept again.
+// Resume lets the listeners for users accept again.
 func (s *Sockets) Resume(users Users) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -218,8 +220,8 @@ func (s *Sockets) Resume(users Users) {
 	s.changed.Notify()
 }
 
-// Close closes the listeners of these users, also those that are opened later: nobody can connect. Their owners notice
-// nothing.
+// Close closes the listeners for users, and each listener for them that is opened later: nobody can connect. The
+// owners of the listeners do not notice: Accept waits until the owner closes the listener.
 func (s *Sockets) Close(users Users) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -231,8 +233,8 @@ func (s *Sockets) Close(users Users) {
 	}
 }
 
-// Serve makes the sockets those of this process: it resumes all, and closes the inherited ones that nobody has opened.
-// It removes the files of unix sockets among those: the other process, which leaves, does not.
+// Serve makes this process the owner of the sockets. It resumes all listeners, and closes the inherited sockets that
+// no module has opened. Serve also removes the files of closed unix sockets, since the other process leaves them.
 func (s *Sockets) Serve() {
 	for users := range allUsers {
 		s.Resume(users)
@@ -242,7 +244,7 @@ func (s *Sockets) Serve() {
 	CloseCopies(s.inherited)
 	for _, one := range s.inherited {
 		if one.Network == "unix" {
-			os.Remove(one.Address) //nolint:errcheck // somebody has removed it, or this user may not
+			os.Remove(one.Address) //nolint:errcheck // the file is gone already, or this user may not remove it
 		}
 	}
 	s.inherited = nil
@@ -250,8 +252,8 @@ func (s *Sockets) Serve() {
 	close(s.serving)
 }
 
-// Leave leaves the sockets to another process. This process accepts and receives nothing more; a listener that its
-// owner closes does not remove the file of a unix socket.
+// Leave leaves the sockets to another process. From then on, this process accepts no connection and receives no
+// datagram. When the owner of a listener closes it, the file of a unix socket stays.
 func (s *Sockets) Leave() {
 	for users := range allUsers {
 		s.Pause(users)
@@ -262,7 +264,7 @@ func (s *Sockets) Leave() {
 	close(s.left)
 }
 
-// keepPathsLocked says whether a unix socket keeps its file when it is closed. The caller holds mu.
+// keepPathsLocked sets whether the file of a unix socket stays when its listener is closed. The caller holds mu.
 func (s *Sockets) keepPathsLocked(keep bool) {
 	for l := range s.listeners {
 		if unix, ok := l.Listener.(*net.UnixListener); ok {
@@ -271,7 +273,7 @@ func (s *Sockets) keepPathsLocked(keep bool) {
 	}
 }
 
-// Serving is closed when this process receives what comes to the sockets.
+// Serving returns a channel that is closed when this process becomes the owner of the sockets.
 func (s *Sockets) Serving() <-chan struct{} {
 	if s == nil {
 		now := make(chan struct{})
@@ -281,7 +283,7 @@ func (s *Sockets) Serving() <-chan struct{} {
 	return s.serving
 }
 
-// Left is closed when another process has taken over.
+// Left returns a channel that is closed when another process has taken over.
 func (s *Sockets) Left() <-chan struct{} {
 	if s == nil {
 		return nil
@@ -298,11 +300,11 @@ type shared struct {
 	users     Users
 	name      Name
 	inherited bool
-	keepAlive net.KeepAliveConfig // of accepted connections, if the listener is inherited
-	closed    chan struct{}       // only closed, by Close
+	keepAlive net.KeepAliveConfig // for accepted connections, if the listener is inherited
+	closed    chan struct{}       // closed by Close; nothing is sent
 
-	shut atomic.Bool // by Sockets.Close
-	once sync.Once   // of Close
+	shut atomic.Bool // Sockets.Close has closed the socket
+	once sync.Once   // makes Close close closed only once
 }
 
 // Accept implements net.Listener. It waits while the listener is paused.
@@ -343,7 +345,7 @@ func (l *shared) wait() bool {
 	}
 }
 
-// interrupt ends an Accept that waits for a connection, or lets the next Accept wait.
+// interrupt(true) ends an Accept that waits for a connection. interrupt(false) lets Accept wait again.
 func (l *shared) interrupt(now bool) {
 	var at time.Time
 	if now {
@@ -354,7 +356,7 @@ func (l *shared) interrupt(now bool) {
 	}
 }
 
-// close closes the socket. The owner notices nothing until it calls Close.
+// close closes the socket. The owner does not notice: its Accept waits until the owner calls Close.
 func (l *shared) close() {
 	l.shut.Store(true)
 	l.Listener.Close()

@@ -9,8 +9,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// duplicate returns a copy of a socket. net's own method File is no choice: os/exec would make the socket blocking,
-// in this process, too.
+// duplicate returns a copy of a socket. The method File of package net does not serve: os/exec would then set the
+// socket to blocking mode, and this process has the same socket.
 func duplicate(c syscall.Conn) (*os.File, error) {
 	raw, err := c.SyscallConn()
 	if err != nil {

@@ -6,5 +6,5 @@ import (
 	"syscall"
 )
 
-// duplicate returns a copy of a socket: on Windows never.
+// duplicate fails: on Windows, no process can take over sockets.
 func duplicate(syscall.Conn) (*os.File, error) { return nil, errors.ErrUnsupported }

@@ -40,8 +40,8 @@ const (
 	// maxPause.
 	minPause = 5 * time.Millisecond
 	maxPause = time.Second
-	// maxWithoutPause is how many errors of connections in a row cause no pause: a sender of bad
-	// connections must not slow down the good ones. After more errors the listener itself may be
+	// maxWithoutPause is how many errors of isOfConn in a row cause no pause: a peer with bad
+	// connections must not slow down the others. After more errors, the listener itself may be
 	// the cause.
 	maxWithoutPause = 100
 )

@@ -9,30 +9,30 @@ import (
 )
 
 const (
-	// FirstByte is how long a new connection may stay silent. A caller normally sends its first
-	// byte as soon as TCP's handshake is done. A packet that is lost twice delays it by three seconds, a
-	// satellite link by 0.6 s. When places are short, evictAfter protects them.
+	// FirstByte is how long a new connection may stay silent. A peer normally sends its first byte as soon as TCP's
+	// handshake is done. A packet that is lost twice delays the byte by three seconds, a satellite link by 0.6 s.
+	// When all places are taken, a newcomer need not wait that long: see evictAfter.
 	FirstByte = 4 * time.Second
 	// evictAfter is how long a connection must have been silent before a newcomer may take its
 	// place.
 	evictAfter = time.Second
-	// maxKnown bounds the known sources of each of the two generations (see Strangers.recent).
+	// maxKnown is how many known sources each of the two generations holds (see Strangers.recent).
 	maxKnown = 8192
 )
 
 // Full says why a newcomer got no place.
 type Full struct {
-	// Source: the newcomer's own source already holds as many places as it may. If false, all
-	// places are taken.
+	// Source is true if the newcomer's own source holds as many places as it may. It is false if
+	// all places are taken.
 	Source bool
 }
 
 // Strangers counts the connections of peers that have not authenticated yet, and decides which of
-// them get a place. A source is an IPv4 address or an IPv6 /64. One source may hold perSource
+// them get a place. A source is an IPv4 address or an IPv6 /64. One source may hold maxPerSource
 // places, an IPv6 /56 twice as many, an IPv6 /48 four times as many.
 //
-// When all places are taken, a newcomer evicts a connection that has been silent for a second. If
-// there is none, it evicts a connection of the source that holds the most places. A source becomes
+// When all places are taken, a newcomer evicts a connection that has been silent for a second. If no
+// connection has, it evicts a connection of the source that holds the most places. A source becomes
 // known when one of its peers authenticates. Known sources may use a quarter more places, and an
 // unknown newcomer never evicts a connection of a known source.
 type Strangers struct {
@@ -43,12 +43,12 @@ type Strangers struct {
 	unknown int        // how many of all came from unknown sources
 	// Places that each range holds now; ranges that hold none have no entry.
 	taken map[netip.Prefix]*count
-	// Known sources, in two generations. When recent is full it becomes older, and the previous
-	// older is forgotten.
+	// Known sources, in two generations. When recent is full, it replaces older, and a new recent
+	// begins.
 	recent, older map[netip.Prefix]struct{}
 }
 
-// count is how many places a range of addresses holds. All places of the range share it.
+// count is how many places a range of addresses holds. All connections from the range share one count.
 type count struct{ n int }
 
 // NewStrangers returns a counter with total places, perSource of them for one source.
@@ -72,7 +72,7 @@ type Stranger struct {
 	place *list.Element // element of strangers.all; nil after Release or eviction
 	// The peer has sent nothing yet, or waits between two requests. See Spoke and Silent.
 	silent bool
-	since  time.Time // when silent was last set
+	since  time.Time // when silent last changed
 }
 
 // scope is a range of addresses with a common limit.
@@ -165,8 +165,7 @@ func (s *Strangers) admit(st *Stranger) (victim *Stranger, full Full, ok bool) {
 	return victim, Full{}, true
 }
 
-// widest returns the count of the widest range that contains st. Ranges of this size share the
-// places evenly.
+// widest returns the count of the widest range that contains st. largestLocked compares ranges of this size.
 func (st *Stranger) widest() *count { return st.scopes[len(st.scopes)-1].taken }
 
 // fullLocked reports whether there is no free place for st. The caller holds mu.
@@ -178,8 +177,8 @@ func (s *Strangers) fullLocked(st *Stranger) bool {
 }
 
 // victimLocked returns the connection that find chooses. If that connection counts as silent but
-// has bytes waiting in the kernel, it is marked as not silent, and find chooses again. This happens
-// at most once for each connection. The caller holds mu.
+// has bytes waiting in the kernel, victimLocked marks it as not silent, and find chooses again.
+// victimLocked marks each connection at most once. The caller holds mu.
 func (s *Strangers) victimLocked(find func() *Stranger) *Stranger {
 	for {
 		victim := find()
@@ -197,7 +196,7 @@ func (s *Strangers) silentLocked(st *Stranger, within *count) *Stranger {
 	for e := s.all.Front(); e != nil; e = e.Next() {
 		other := e.Value.(*Stranger)
 		if st.since.Sub(other.since) < evictAfter {
-			return nil // the time since of all further connections is even later
+			return nil // all further connections have a later since
 		}
 		if other.silent && other.evictableBy(st) && (within == nil || other.countsAgainst(within)) {
 			return other
@@ -206,9 +205,10 @@ func (s *Strangers) silentLocked(st *Stranger, within *count) *Stranger {
 	return nil
 }
 
-// largestLocked returns a connection, which st may evict, of the source that holds the most places:
-// the oldest silent connection, or else the oldest one. Places of IPv6 sources are summed up for
-// each /48. st's own source must hold fewer places, even after st gets one. The caller holds mu.
+// largestLocked returns a connection that st may evict, of the source that holds the most places. It
+// prefers the oldest silent connection of that source, and else takes the oldest connection. All IPv6
+// sources of a /48 count as one. largestLocked returns nil if st's own source would then hold at least
+// as many places as that source. The caller holds mu.
 func (s *Strangers) largestLocked(st *Stranger) (victim *Stranger) {
 	maxHeld := st.widest().n + 1
 	for e := s.all.Front(); e != nil; e = e.Next() {

@@ -7,8 +7,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// unread reports whether the kernel holds received bytes of c that this process has not read yet: a
-// busy process reads late. It returns false where it cannot tell.
+// unread reports whether the kernel holds received bytes of c that this process has not read yet. A
+// busy process reads late. If unread cannot find out, it returns false.
 func unread(c net.Conn) bool {
 	socket, ok := c.(syscall.Conn)
 	if !ok {
