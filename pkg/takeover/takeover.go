@@ -1,13 +1,14 @@
-// Package takeover starts this program once more, and gives the new process the listening sockets of the old one.
+// Package takeover lets a new process of this program take over the listening sockets of the running process. Here the
+// running process is called the old process.
 //
-// The old process:
+// The old process starts the new process:
 //
 //	next, err := takeover.Start(takeover.Config{Program: "/usr/bin/tunnel", Args: os.Args, Sockets: sockets})
-//	err = next.Ready(ctx)       // it has opened everything
-//	sockets.Pause(listen.Edges) // edges that connect from now on find the new process
+//	err = next.Ready(ctx)       // the new process has opened everything
+//	sockets.Pause(listen.Edges) // edges that connect from now on reach the new process
 //	err = next.Go(nodes)
-//	err = next.Serving(ctx)     // it accepts callers
-//	sockets.Leave()             // drain
+//	err = next.Serving(ctx)     // the new process accepts callers
+//	sockets.Leave()             // then drain
 //
 // The new process:
 //
@@ -18,16 +19,16 @@
 //	sockets.Serve()
 //	before.Serving()
 //
-// Until the new process serves, the old one can go on as if nothing had happened: with an error, or when the new
-// process ends, call Kill and resume. If the old process ends first, the new one serves.
+// Until the new process serves, the old process can still continue. After an error, or when the new process ends, the
+// old process calls Kill, and sockets.Resume. If the old process ends first, the new process serves.
 //
 // The new process is a child, so it has the same user, limits and namespaces. The sockets and one end of a
 // socketpair(2) are open files of the child. The processes exchange lines of JSON over the pair.
 //
-// Why not SO_REUSEPORT: with it, each process has a queue of its own. The kernel resets the connections that wait in
-// the queue of a listener that is closed, so callers are refused at each restart.
+// SO_REUSEPORT would not do: it gives each process a queue of its own. When a process closes its listener, the kernel
+// resets the connections in the queue of the listener. So each restart would refuse some callers.
 //
-// The package does not drain, and does not know what the sockets are for.
+// The package does not drain, and does not know for what the sockets are used.
 package takeover
 
 import (
@@ -46,19 +47,20 @@ const Variable = "TUNNEL_TAKE_OVER"
 // Value is the value of Variable: the version of the messages.
 const Value = "1"
 
-// Config says what to start.
+// Config says how to start the new process, and what to pass to it.
 type Config struct {
-	Program string   // path
-	Args    []string // with the name of the program, as os.Args
-	Env     []string // as os.Environ returns it
+	Program string   // the path of the program
+	Args    []string // in the form of os.Args: the first is the name of the program
+	Env     []string // in the form of os.Environ
 	Sockets *listen.Sockets
-	// Instance is the instance of an edge (stream.Client), which the new process keeps. "" in a cloud.
+	// Instance is the instance of an edge (stream.Client). The new process keeps it. "" in a cloud.
 	Instance string
-	// Endpoints returns the endpoints that an edge has made (package multipath). Go hands them over. nil: there are none.
+	// Endpoints returns the endpoints of Multipath TCP that an edge has made (package multipath). Go passes them to the
+	// new process. nil: there are none.
 	Endpoints func() []string
 }
 
-// Failure is why a new process does not serve, in its own words.
+// Failure is the error of a new process that does not serve, as the new process has sent it.
 type Failure struct {
 	Text          string `json:"text"`
 	Configuration bool   `json:"configuration,omitempty"` // the configuration has a problem
@@ -67,34 +69,37 @@ type Failure struct {
 // Error implements error.
 func (f *Failure) Error() string { return f.Text }
 
-// message is a line of either side. Exactly one field is set, except in offer.
+// message is one line of JSON between the two processes. Exactly one of Offer, Ready, Go, Serving and Failed is set.
 type message struct {
-	Offer   *offer            `json:"offer,omitempty"`   // old: the first line
-	Ready   bool              `json:"ready,omitempty"`   // new
-	Go      bool              `json:"go,omitempty"`      // old
-	Nodes   []tunnel.NodeName `json:"nodes,omitempty"`   // old, with Go
-	Serving bool              `json:"serving,omitempty"` // new
-	// Endpoints are those that the old process has made (package multipath). old, with Go.
-	Endpoints []string `json:"endpoints,omitempty"`
-	Failed    *Failure `json:"failed,omitempty"` // new
+	// The old process sends these. Offer is the first line.
+	Offer     *offer            `json:"offer,omitempty"`
+	Go        bool              `json:"go,omitempty"`
+	Nodes     []tunnel.NodeName `json:"nodes,omitempty"`     // with Go: the nodes whose edges are about to connect
+	Endpoints []string          `json:"endpoints,omitempty"` // with Go: Config.Endpoints
+
+	// The new process sends these.
+	Ready   bool     `json:"ready,omitempty"`
+	Serving bool     `json:"serving,omitempty"`
+	Failed  *Failure `json:"failed,omitempty"`
 }
 
-// offer names the sockets, in the order of the open files.
+// offer tells the new process which sockets it has got from the old one. It names the sockets in the order in which the
+// new process has them as open files, from firstSocket on.
 type offer struct {
 	Sockets  []listen.Name `json:"sockets"`
-	Instance string        `json:"instance,omitempty"`
+	Instance string        `json:"instance,omitempty"` // Config.Instance
 }
 
-// errEnded is the error of a process that has ended before it said why.
+// errEnded says that the other process has closed its end of the socketpair, usually because it has ended.
 var errEnded = errors.New("the other process has ended")
 
-// Open files of the new process.
+// Numbers (file descriptors) of the new process's open files.
 const (
-	pairFile    = 3 // its end of the socketpair
-	firstSocket = 4
+	pairFile    = 3 // the new process's end of the socketpair
+	firstSocket = 4 // the first socket of the offer; the others follow
 )
 
-// sockets makes the sockets of an offer.
+// sockets returns the sockets that an offer names, from the open files of this process.
 func (o *offer) sockets() []listen.Copy {
 	var all []listen.Copy
 	for i, name := range o.Sockets {
@@ -103,10 +108,11 @@ func (o *offer) sockets() []listen.Copy {
 	return all
 }
 
-// ErrVersion is why a process cannot take over from another version of this program.
+// ErrVersion is the error of Join if another version of this program, with other messages, has started this process.
 var ErrVersion = errors.New("the running process hands over in another way: stop it, and then start the new one")
 
-// want decodes a line, and returns it if it is what is expected.
+// want reads the next message, and returns it if expected returns true for it. If the other process has sent Failed,
+// want returns that Failure as its error.
 func want(from *json.Decoder, expected func(*message) bool) (*message, error) {
 	m := new(message)
 	if err := from.Decode(m); err != nil {
@@ -121,7 +127,7 @@ func want(from *json.Decoder, expected func(*message) bool) (*message, error) {
 	return m, nil
 }
 
-// Sockets returns the sockets of the old process; without one, new sockets.
+// Sockets returns the sockets of the old process. If there is no old process, it returns new Sockets.
 func (p *Predecessor) Sockets() *listen.Sockets {
 	if p == nil {
 		return listen.NewSockets()
@@ -129,10 +135,10 @@ func (p *Predecessor) Sockets() *listen.Sockets {
 	return p.sockets
 }
 
-// Endpoints returns the endpoints of the old process, once Ready has returned.
+// Endpoints returns the Config.Endpoints of the old process. Call it only after Ready has returned.
 func (p *Predecessor) Endpoints() []string { return p.endpoints }
 
-// Instance returns the instance of the old process.
+// Instance returns the instance of the old process; "": there is none.
 func (p *Predecessor) Instance() string {
 	if p == nil {
 		return ""

@@ -20,21 +20,21 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// Successor is the new process, as the old one sees it. Its methods are for one goroutine.
+// Successor stands in the old process for the new process. Only one goroutine may call its methods.
 type Successor struct {
 	// Set once.
 	cmd   *exec.Cmd
 	conn  net.Conn
 	in    *json.Decoder
 	out   *json.Encoder
-	ended chan struct{} // closed when the process has ended; then failed is set
+	ended chan struct{} // closed when the new process has ended
 	// endpoints is Config.Endpoints.
 	endpoints func() []string
 
-	failed error // how the process has ended
+	failed error // how the new process has ended; set before ended is closed
 }
 
-// Start starts the new process.
+// Start starts the new process, and passes it copies of the sockets.
 func Start(cfg Config) (*Successor, error) {
 	ours, theirs, err := pair()
 	if err != nil {
@@ -66,7 +66,7 @@ func Start(cfg Config) (*Successor, error) {
 	}
 	go func() {
 		defer close(s.ended)
-		s.cmd.Wait() //nolint:errcheck // ProcessState says it, too
+		s.cmd.Wait() //nolint:errcheck // ProcessState says how the process has ended
 		s.failed = fmt.Errorf("the new process has ended: %s", s.cmd.ProcessState)
 	}()
 	if err = s.out.Encode(message{Offer: o}); err != nil {
@@ -90,7 +90,7 @@ func pair() (ours net.Conn, theirs *os.File, err error) {
 	first := os.NewFile(uintptr(fds[0]), "takeover") //nolint:gosec // not negative
 	theirs = os.NewFile(uintptr(fds[1]), "takeover") //nolint:gosec // not negative
 	ours, err = net.FileConn(first)
-	first.Close() // ours is a copy
+	first.Close() // ours is a copy of first
 	if err != nil {
 		theirs.Close()
 		return nil, nil, err
@@ -106,7 +106,7 @@ func (s *Successor) Ready(ctx context.Context) error {
 	return s.want(ctx, func(m *message) bool { return m.Ready })
 }
 
-// Go tells the new process to take the edges: those of nodes are about to come.
+// Go tells the new process to accept edges. nodes are the nodes whose edges are about to connect.
 func (s *Successor) Go(nodes []tunnel.NodeName) error {
 	if err := s.conn.SetWriteDeadline(time.Now().Add(answerTime)); err != nil {
 		return s.why(err)
@@ -121,15 +121,15 @@ func (s *Successor) Go(nodes []tunnel.NodeName) error {
 	return nil
 }
 
-// answerTime is how long the other process may take to read a line. It has nothing else to do.
+// answerTime is how long the other process may take to read a line. It is waiting for the line, so it reads at once.
 const answerTime = 5 * time.Second
 
-// Serving waits until the new process accepts callers. Then the sockets are those of the new process.
+// Serving waits until the new process accepts callers. From then on the new process owns the sockets.
 func (s *Successor) Serving(ctx context.Context) error {
 	return s.want(ctx, func(m *message) bool { return m.Serving })
 }
 
-// want waits for a message.
+// want waits for the next message, as the function want does.
 func (s *Successor) want(ctx context.Context, expected func(*message) bool) error {
 	stop := context.AfterFunc(ctx, func() { s.conn.SetReadDeadline(time.Unix(1, 0)) })
 	defer stop()
@@ -140,7 +140,7 @@ func (s *Successor) want(ctx context.Context, expected func(*message) bool) erro
 	return s.why(err)
 }
 
-// why returns how the process has ended, if that is the reason of err.
+// why returns a better error for err, if err comes from the end of the new process: how the process has ended.
 func (s *Successor) why(err error) error {
 	if err == nil || !errors.Is(err, errEnded) && !errors.Is(err, syscall.EPIPE) {
 		return err
@@ -148,23 +148,23 @@ func (s *Successor) why(err error) error {
 	select {
 	case <-s.ended:
 		return s.failed
-	case <-time.After(answerTime): // it has closed the pair, and runs
+	case <-time.After(answerTime): // the new process has closed its end of the pair, and runs
 		return err
 	}
 }
 
-// Release forgets the new process, which goes on.
+// Release closes the connection to the new process. The new process continues.
 func (s *Successor) Release() { s.conn.Close() }
 
 // Kill ends the new process.
 func (s *Successor) Kill() error {
-	s.cmd.Process.Kill() //nolint:errcheck // it has ended already
+	s.cmd.Process.Kill() //nolint:errcheck // it fails only if the process has ended already
 	<-s.ended
-	s.conn.Close() // not before: the new process would take it for the end of this one, and serve
+	s.conn.Close() // last: if a new process that still runs saw the close, it would think that this one ended, and serve
 	return nil
 }
 
-// Predecessor is the old process, as the new one sees it. nil: there is none.
+// Predecessor stands in the new process for the old process. nil: there is no old process.
 type Predecessor struct {
 	// Set once.
 	sockets  *listen.Sockets
@@ -175,10 +175,11 @@ type Predecessor struct {
 
 	endpoints []string // set by Ready
 
-	over sync.Once // nothing more is sent
+	over sync.Once // sends the last message and closes conn
 }
 
-// Join returns the process from which this one takes over. value is that of [Variable]; "": there is none.
+// Join connects to the old process, from which this process takes over. value is the value of [Variable]. If value is
+// "", there is no old process, and Join returns nil.
 func Join(value string) (*Predecessor, error) {
 	if value == "" {
 		return nil, nil
@@ -206,8 +207,8 @@ func Join(value string) (*Predecessor, error) {
 	return p, nil
 }
 
-// Ready tells the old process that this one is ready, and waits for its answer. If the old process has ended, there
-// are no nodes, and no error.
+// Ready tells the old process that this one is ready, and waits until the old process calls Go. It returns the nodes of
+// Go. If the old process has ended, Ready returns no nodes and no error: this process serves then.
 func (p *Predecessor) Ready(ctx context.Context) (nodes []tunnel.NodeName, err error) {
 	stop := context.AfterFunc(ctx, func() { p.conn.SetReadDeadline(time.Unix(1, 0)) })
 	defer stop()
@@ -227,10 +228,10 @@ func (p *Predecessor) Ready(ctx context.Context) (nodes []tunnel.NodeName, err e
 	return m.Nodes, nil
 }
 
-// Serving tells the old process that this one serves. The old process drains.
+// Serving tells the old process that this one serves. The old process then drains.
 func (p *Predecessor) Serving() { p.last(message{Serving: true}) }
 
-// Failed tells the old process why this one ends, unless it serves already.
+// Failed tells the old process why this one ends. After Serving, Failed does nothing.
 func (p *Predecessor) Failed(why *Failure) {
 	if p != nil {
 		p.last(message{Failed: why})
@@ -240,7 +241,7 @@ func (p *Predecessor) Failed(why *Failure) {
 func (p *Predecessor) last(m message) {
 	p.over.Do(func() {
 		p.conn.SetWriteDeadline(time.Now().Add(answerTime))
-		p.out.Encode(m) //nolint:errcheck // the old process has ended
+		p.out.Encode(m) //nolint:errcheck // it fails only if the old process has ended
 		p.conn.Close()
 	})
 }

@@ -10,10 +10,10 @@ import (
 
 var errWindows = errors.New("Windows cannot hand sockets over: stop the process, and then start the new one")
 
-// Successor is the new process. Windows has none.
+// Successor is never used on Windows: see Start.
 type Successor struct{}
 
-// Predecessor is the old process. Windows has none.
+// Predecessor is never used on Windows: Join returns nil.
 type Predecessor struct {
 	sockets  *listen.Sockets
 	instance string
@@ -21,13 +21,13 @@ type Predecessor struct {
 	endpoints []string
 }
 
-// Start fails.
+// Start fails: Windows cannot hand sockets over.
 func Start(Config) (*Successor, error) { return nil, errWindows }
 
-// Join returns nil.
+// Join returns nil: there is no old process.
 func Join(string) (*Predecessor, error) { return nil, nil }
 
-// The methods are never called.
+// Nobody calls the methods: there is no Successor, and Predecessor is always nil.
 
 func (*Successor) PID() int                      { return 0 }
 func (*Successor) Ready(context.Context) error   { return errWindows }
