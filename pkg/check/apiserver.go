@@ -20,14 +20,14 @@ import (
 // DefaultManifest is where kubeadm keeps the static pod of kube-apiserver.
 const DefaultManifest = "/etc/kubernetes/manifests/kube-apiserver.yaml"
 
-// Flags of kube-apiserver that lead it to nodes.
+// Flags of kube-apiserver that decide how it reaches nodes and verifies kubelets.
 const (
 	flagTypes    = "kubelet-preferred-address-types"
 	flagKubelets = "kubelet-certificate-authority"
 	flagSelector = "egress-selector-config-file"
 )
 
-// manifest is the file that has the flags of kube-apiserver: a pod, or the configuration of a k3s server.
+// manifest is the file with the flags of kube-apiserver: the manifest of a pod, or the configuration of a k3s server.
 type manifest struct {
 	Spec struct {
 		Containers []struct {
@@ -40,7 +40,7 @@ type manifest struct {
 			HostPath struct{ Path string }
 		}
 	}
-	// Of k3s.
+	// Keys in the configuration of a k3s server.
 	Args     oneOrMore `json:"kube-apiserver-arg"`
 	Selector string    `json:"egress-selector-mode"`
 }
@@ -61,14 +61,14 @@ func (o *oneOrMore) UnmarshalJSON(text []byte) error {
 	return json.Unmarshal(text, (*[]string)(o))
 }
 
-// apiserver is what a manifest says.
+// apiserver is what a manifest says about kube-apiserver.
 type apiserver struct {
-	file  string // of the manifest
-	named bool   // the operator has named the file: it may be a copy from another machine
+	file  string // the path of the manifest
+	named bool   // the operator has named the file, which may be a copy from another machine
 	k3s   bool
 	mode  string            // egress-selector-mode of k3s
-	flags map[string]string // without dashes
-	// mounts lead from folders of kube-apiserver's container to folders of its machine. k3s has none.
+	flags map[string]string // the keys are flags without dashes
+	// mounts maps folders of kube-apiserver's container to folders of its machine. k3s has none.
 	mounts map[string]string
 }
 
@@ -103,7 +103,7 @@ func parseManifest(text []byte) (*apiserver, error) {
 	return a, nil
 }
 
-// read notes flags: --flag=value, or --flag and value.
+// read adds the flags in args to a.flags. A flag is one argument, --flag=value, or two: --flag and value.
 func (a *apiserver) read(args []string) {
 	for i, arg := range args {
 		flag, isFlag := strings.CutPrefix(arg, "--")
@@ -117,7 +117,8 @@ func (a *apiserver) read(args []string) {
 	}
 }
 
-// onMachine returns the path of a file of kube-apiserver on its machine. "": its container does not have the file.
+// onMachine returns the path on the machine of a file that kube-apiserver's container has as file. "": the container
+// does not have the file.
 func (a *apiserver) onMachine(file string) string {
 	if a.k3s {
 		return file
@@ -132,7 +133,8 @@ func (a *apiserver) onMachine(file string) string {
 	}
 }
 
-// absent is the result of a file that a flag names and that is not to be found.
+// absent returns the result for a file that a flag names, and that this check cannot read. err is nil if the pod of
+// kube-apiserver does not mount the file.
 func (a *apiserver) absent(flag, file string, err error) Result {
 	switch {
 	case err == nil:
@@ -179,7 +181,7 @@ func (c *cloud) apiserverChecks() []Check {
 	}
 }
 
-// readManifest reads the flags from a file. The result says why there are none.
+// readManifest reads the flags of kube-apiserver from a file. If it returns nil, the Result says why.
 func readManifest(file string, named bool) (*apiserver, Result) {
 	text, err := os.ReadFile(file)
 	switch {
@@ -200,17 +202,17 @@ func readManifest(file string, named bool) (*apiserver, Result) {
 // byNames reports whether the cloud has ports for callers that find nodes by their names.
 func (c *cloud) byNames() bool { return len(c.Conf.HTTPS.Ports) > 0 }
 
-// toEgress reports whether kube-apiserver reaches the cluster through a proxy of its configuration.
+// toEgress reports whether kube-apiserver's flags name an egress selector: it may reach the cluster through a proxy.
 func (a *apiserver) toEgress() bool { return a.flags[flagSelector] != "" }
 
-// ownTunnel reports whether k3s leads kube-apiserver through the tunnel of k3s.
+// ownTunnel reports whether kube-apiserver uses the tunnel that is a part of k3s.
 func (a *apiserver) ownTunnel() bool { return a.k3s && !a.toEgress() && a.mode != "disabled" }
 
-// addressTypes looks at what kube-apiserver dials to reach a node.
+// addressTypes checks whether kube-apiserver dials nodes by their names or by their addresses.
 func (c *cloud) addressTypes(a *apiserver) Result {
 	types := strings.Split(a.flags[flagTypes], ",")
 	text := fmt.Sprintf("--%s=%s", flagTypes, a.flags[flagTypes])
-	if a.flags[flagTypes] == "" { // its default
+	if a.flags[flagTypes] == "" { // the default of the flag
 		types, text = []string{"Hostname"}, "--"+flagTypes+" is not set, and Hostname comes first then"
 	}
 	switch {
@@ -225,7 +227,8 @@ func (c *cloud) addressTypes(a *apiserver) Result {
 	return OK("%s: kube-apiserver dials nodes by their names", text)
 }
 
-// kubeletAuthority looks at how kube-apiserver verifies kubelets. Only if it does so, it names the node by SNI.
+// kubeletAuthority checks whether kube-apiserver verifies the certificates of kubelets. Only then does kube-apiserver
+// name the node in its TLS handshake (SNI).
 func (c *cloud) kubeletAuthority(a *apiserver) Result {
 	file, set := a.flags[flagKubelets]
 	switch {
@@ -249,13 +252,13 @@ func (c *cloud) kubeletAuthority(a *apiserver) Result {
 	return bundle(there, "get the CA that signs the kubelets' certificates")
 }
 
-// selectorConfig is an EgressSelectorConfiguration.
+// selectorConfig holds the parts of an EgressSelectorConfiguration that selector checks.
 type selectorConfig struct {
 	Kind             string
 	EgressSelections []selection
 }
 
-// selection says how kube-apiserver reaches the targets of a name.
+// selection says how kube-apiserver reaches one group of targets. Name names the group, such as "cluster".
 type selection struct {
 	Name       string
 	Connection struct {
@@ -267,7 +270,8 @@ type selection struct {
 	}
 }
 
-// proxyOfCluster returns the entry for the targets in the cluster.
+// proxyOfCluster returns the entry of an EgressSelectorConfiguration that sends kube-apiserver's connections into the
+// cluster through a proxy.
 func proxyOfCluster(file string) (*selection, error) {
 	text, err := os.ReadFile(file)
 	if err != nil {
@@ -288,7 +292,7 @@ func proxyOfCluster(file string) (*selection, error) {
 	return nil, fmt.Errorf("%s: it has no egressSelections with the name cluster and a proxy", file)
 }
 
-// selector looks at whether kube-apiserver's egress selector leads to this cloud.
+// selector checks whether kube-apiserver's egress selector leads to this cloud.
 func (c *cloud) selector(a *apiserver) Result {
 	const page = " (docs/egress.md)"
 	egress := c.Conf.Egress
@@ -343,14 +347,14 @@ func (c *cloud) selector(a *apiserver) Result {
 	result := Fail("name the same in the file and in "+protocol+" of [mode.cloud.egress]"+page,
 		"%s: the %s is no line of %s in [mode.cloud.egress], which has %s", there, named, protocol,
 		cmp.Or(strings.Join(own, ", "), "none"))
-	if at.UDS.UDSName == "" { // a Service, or a balancer, may have another port
+	if at.UDS.UDSName == "" { // only a warning: the URL may lead to a Service or a balancer with another port
 		result.State = StateWarn
 	}
 	return result
 }
 
-// leadsTo reports whether a proxy is one of our listeners. Of a URL, only the port is known: the name may be that of a
-// Service.
+// leadsTo reports whether kube-apiserver's proxy is one of our listeners. Of a URL, leadsTo compares only the port:
+// the host may be a Service or a balancer.
 func (a *apiserver) leadsTo(proxy *selection, listeners []string) bool {
 	at := proxy.Connection.Transport
 	return slices.ContainsFunc(listeners, func(l string) bool {

@@ -39,19 +39,19 @@ func readCertificates(file string) ([]*x509.Certificate, Result) {
 	return certs, Result{}
 }
 
-// renewal says how a certificate is replaced before it ends. Its value is the part of the certificate's life that is
-// left when it should have been replaced.
+// renewal says who replaces a certificate before it expires. Its value is a fraction of the certificate's lifetime: if
+// less than this fraction is left, the certificate should have been replaced.
 type renewal float64
 
 const (
-	byItself renewal = 1. / 6 // a program renews it at two thirds of its life
-	byHand   renewal = 1. / 4
+	byItself renewal = 1. / 6 // a program renews the certificate after two thirds of its lifetime
+	byHand   renewal = 1. / 4 // an operator renews the certificate
 )
 
-// soon is the longest time before the end of a certificate at which it is worth a warning.
+// soon is the longest time before the end of a certificate at which validity warns.
 const soon = 30 * 24 * time.Hour
 
-// validity looks at the dates of a certificate. do is the next step when it ends.
+// validity checks the dates of a certificate, which its texts call what. do is the next step when it expires.
 func validity(what string, cert *x509.Certificate, by renewal, do string) Result {
 	now := time.Now()
 	left := cert.NotAfter.Sub(now)
@@ -72,7 +72,7 @@ func validity(what string, cert *x509.Certificate, by renewal, do string) Result
 	return OK("%s is valid until %s", what, when(cert.NotAfter))
 }
 
-// bundle looks at a file of CAs.
+// bundle checks the dates of all CAs in a file.
 func bundle(file, do string) Result {
 	certs, r := readCertificates(file)
 	if certs == nil {
@@ -81,7 +81,8 @@ func bundle(file, do string) Result {
 	return anyValid(file, certs, do)
 }
 
-// anyValid looks at the CAs of a file. One that is valid is enough: an old CA may stay beside a new one.
+// anyValid checks the dates of certs, the CAs of a file. One valid CA is enough: after a replacement, the old CA may
+// stay in the file beside the new one.
 func anyValid(file string, certs []*x509.Certificate, do string) Result {
 	var best Result
 	var texts []string

@@ -7,11 +7,11 @@
 // edge.go and cloud.go have the lists. way.go follows the way from an edge to the cloud, kube.go asks Kubernetes,
 // apiserver.go looks at kube-apiserver's flags, cni.go at the network of a node's pods, and services.go at Services.
 //
-// A check changes nothing: it opens no session, and a live session continues. What it reads may be wrong in every
-// way. A text never holds a secret, and what other programs have said is made printable.
+// A check changes nothing: it opens no session, and a live session continues. A check trusts nothing that it reads. A
+// text never holds a secret, and bytes from other programs are made printable.
 //
-// The package reads neither flags nor the environment. Its caller loads the configuration; a configuration with
-// problems has no list.
+// The package reads neither flags nor the environment. Its caller loads the configuration. If the configuration has
+// problems, the caller reports them, and no check runs.
 package check
 
 import (
@@ -21,18 +21,18 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// State is what a check has found.
+// State is the verdict of a check.
 type State string
 
 // The states of a check.
 const (
 	StateOK      State = "ok"
-	StateWarn    State = "warn"    // works, but needs an operator
-	StateFail    State = "fail"    // does not work
-	StateSkipped State = "skipped" // could not be looked at, or does not concern this machine
+	StateWarn    State = "warn"    // it works, but an operator should do something
+	StateFail    State = "fail"    // it does not work
+	StateSkipped State = "skipped" // the check could not find out, or does not concern this machine
 )
 
-// Result is what a check has found.
+// Result is the verdict of a check, and the reason for it.
 type Result struct {
 	State State  `json:"state"`
 	Text  string `json:"text"`
@@ -42,19 +42,20 @@ type Result struct {
 // Check is one thing that can be wrong.
 type Check struct {
 	Group, Name string
-	// Run looks, and bounds its own time. Checks of one list run one after the other: a later one may use what an
-	// earlier one has found.
+	// Run makes the check. It limits its own time. The checks of a list run one after the other, so a check may use
+	// what an earlier check has found.
 	Run func(ctx context.Context) Result
 }
 
-// Line is a check that has run.
+// Line is the name and the result of a check that has run.
 type Line struct {
 	Group string `json:"group"`
 	Name  string `json:"name"`
 	Result
 }
 
-// Run runs the checks in order. It calls tell with each line; nil: nobody is told. It ends early when ctx is done.
+// Run runs the checks in order. After each check it calls tell with its line, unless tell is nil. Run returns early
+// when ctx is done.
 func Run(ctx context.Context, list []Check, tell func(Line)) []Line {
 	lines := make([]Line, 0, len(list))
 	for _, c := range list {
@@ -71,7 +72,7 @@ func Run(ctx context.Context, list []Check, tell func(Line)) []Line {
 	return lines
 }
 
-// Failed returns the lines of what does not work.
+// Failed returns the lines with StateFail.
 func Failed(lines []Line) (bad []Line) {
 	for _, l := range lines {
 		if l.State == StateFail {
@@ -86,22 +87,22 @@ func Found(group, name string, r Result) Check {
 	return Check{group, name, func(context.Context) Result { return r }}
 }
 
-// OK returns a result.
+// OK returns a result with StateOK. Its text says what works.
 func OK(format string, args ...any) Result {
 	return Result{State: StateOK, Text: fmt.Sprintf(format, args...)}
 }
 
-// Warn returns a result. do is the next step.
+// Warn returns a result with StateWarn. do says what the operator does next; the text says what was found.
 func Warn(do, format string, args ...any) Result {
 	return Result{StateWarn, fmt.Sprintf(format, args...), do}
 }
 
-// Fail returns a result. do is the next step.
+// Fail returns a result with StateFail. do says what the operator does next; the text says what does not work.
 func Fail(do, format string, args ...any) Result {
 	return Result{StateFail, fmt.Sprintf(format, args...), do}
 }
 
-// Skipped returns a result. because follows the word "because".
+// Skipped returns a result with StateSkipped. Its text is "because " and the format because with args.
 func Skipped(because string, args ...any) Result {
 	return Result{State: StateSkipped, Text: "because " + fmt.Sprintf(because, args...)}
 }

@@ -19,12 +19,12 @@ import (
 // CloudConfig is what the checks of a cloud look at.
 type CloudConfig struct {
 	Conf *conf.Cloud
-	// Listeners are those of the configuration, as api.Status has them: "MODULE ADDRESS".
+	// Listeners are the listeners of the configuration, in the form of api.Status: "MODULE ADDRESS".
 	Listeners  []string
 	Kubernetes *kube.Client // nil: the configuration does not need it
-	// DNS is the host:port of the DNS server that kube-apiserver asks; "": the cloud's own, if there is one.
+	// DNS is the host:port of the DNS server that kube-apiserver asks; "": the cloud's responder, if there is one.
 	DNS string
-	// Manifest is the file with kube-apiserver's flags; "": DefaultManifest, if this machine has one.
+	// Manifest is the file with kube-apiserver's flags; "": DefaultManifest, if this machine has that file.
 	Manifest string
 }
 
@@ -32,8 +32,8 @@ type CloudConfig struct {
 type cloud struct {
 	CloudConfig
 	daemon daemon
-	nodes  *api.NodeList           // nil: the cloud has not told
-	lines  map[string][]netip.Addr // the names in the ConfigMap; nil: not read
+	nodes  *api.NodeList           // the nodes that the running cloud knows; nil: the cloud has not answered
+	lines  map[string][]netip.Addr // the names in the ConfigMap with their addresses; nil: not read
 }
 
 // Cloud returns the checks of a cloud.
@@ -50,7 +50,7 @@ func Cloud(cfg CloudConfig) []Check {
 			addr = rest // egress has unix:///path and tls://host:port
 		}
 		if strings.HasPrefix(addr, "/") {
-			continue // a socket: the daemon replaces what a killed one has left behind
+			continue // a unix socket: the daemon replaces the file that a killed daemon has left
 		}
 		list = append(list, Check{"ports", l, func(ctx context.Context) Result { return c.port(ctx, module, addr) }})
 	}
@@ -67,7 +67,7 @@ func Cloud(cfg CloudConfig) []Check {
 	return slices.Concat(list, c.kubernetes(), c.apiserverChecks())
 }
 
-// connected counts the nodes.
+// connected counts the nodes that have a session.
 func (c *cloud) connected(ctx context.Context) Result {
 	if c.daemon.status(ctx) == nil {
 		return Skipped("the cloud does not answer")
@@ -141,7 +141,7 @@ func certificates(c *conf.Cloud) (all []certificateFile) {
 	return all
 }
 
-// trust checks the certificates against each other: whether edges can join by a token, and what a CA could sign.
+// trust checks whether edges can join by a join token, and whether a CA could sign more than it is for.
 func (c *cloud) trust(context.Context) Result {
 	warnings, err := setup.CheckTrust(c.Conf)
 	const do = "docs/certificates.md says who signs what"

@@ -20,12 +20,12 @@ import (
 // pods has what the checks of [mode.edge.cni] have found so far.
 type pods struct {
 	conf.CNI
-	conf *cni.Conf // of the plugin; nil: not read
+	conf *cni.Conf // the plugin's part of the network configuration; nil: not read
 	// rules returns the networks of pods that are masqueraded. Tests replace it.
 	rules func([]netip.Prefix) ([]netip.Prefix, error)
 }
 
-// podNetwork returns the checks of the network of a node's pods.
+// podNetwork returns the checks of [mode.edge.cni]: the network of a node's pods.
 func podNetwork(c conf.CNI) []Check {
 	p := &pods{CNI: c, rules: masqueraded}
 	const group = "pod network"
@@ -40,7 +40,7 @@ func podNetwork(c conf.CNI) []Check {
 	}
 }
 
-// plugin looks for the program.
+// plugin looks for the program of the plugin.
 func (p *pods) plugin(context.Context) Result {
 	path := filepath.Join(p.BinDir, cni.Program)
 	info, err := os.Stat(path)
@@ -81,7 +81,8 @@ func (p *pods) configuration(context.Context) Result {
 	return OK("%s has the networks %v", path, p.conf.Subnets)
 }
 
-// first looks whether the runtime takes another network configuration: it takes the file that sorts first.
+// first looks for another network configuration that the container runtime would use. The runtime uses the file whose
+// name sorts first.
 func (p *pods) first(context.Context) Result {
 	rival, err := cni.Rival(p.ConfDir)
 	if err != nil {
@@ -94,7 +95,8 @@ func (p *pods) first(context.Context) Result {
 	return OK("no other network configuration comes before %s", cni.ListFile)
 }
 
-// bridge looks for the addresses of the bridge, and for other links with addresses in the networks of the pods.
+// bridge looks for the addresses of the bridge. It also looks for other network interfaces with addresses in the
+// networks of the pods.
 func (p *pods) bridge(context.Context) Result {
 	if p.conf == nil {
 		return Skipped("the configuration comes first")
@@ -107,7 +109,7 @@ func (p *pods) bridge(context.Context) Result {
 	for _, link := range links {
 		addrs, err := link.Addrs()
 		if err != nil {
-			continue // the link has gone
+			continue // the network interface has gone
 		}
 		for _, a := range addrs {
 			prefix, err := netip.ParsePrefix(a.String())
@@ -135,7 +137,7 @@ func (p *pods) bridge(context.Context) Result {
 	return OK("%s has the gateways of the pods", p.conf.Bridge)
 }
 
-// forwarding looks at the settings of the kernel.
+// forwarding checks the settings by which the kernel forwards packets between interfaces.
 func (p *pods) forwarding(context.Context) Result {
 	if p.conf == nil || runtime.GOOS != "linux" {
 		return Skipped("the configuration comes first")
@@ -159,7 +161,8 @@ func (p *pods) forwarding(context.Context) Result {
 	return OK("the kernel forwards packets of pods")
 }
 
-// masquerade looks for the rules by which pods reach what is outside of the node.
+// masquerade looks for the rules by which pods reach addresses outside of the node: packets leave with the node's
+// address.
 func (p *pods) masquerade(context.Context) Result {
 	if p.conf == nil {
 		return Skipped("the configuration comes first")
@@ -197,7 +200,7 @@ func (p *pods) addresses(context.Context) Result {
 		text, err := os.ReadFile(filepath.Join(p.conf.DataDir, e.Name()))
 		var r cni.Reservation
 		if err != nil || json.Unmarshal(text, &r) != nil || r.Address.String() != e.Name() || !r.Released.IsZero() {
-			continue // no reservation, cut off before its rename, or remembered: another pod may get it
+			continue // not a reservation, half-written, or a remembered address, which another pod may get
 		}
 		for _, subnet := range p.conf.Subnets {
 			if subnet.Contains(r.Address) {
@@ -220,8 +223,8 @@ func (p *pods) addresses(context.Context) Result {
 	return OK("pods have %d addresses, and there is room", all)
 }
 
-// room returns how many pods a network has addresses for: IPv4 loses the network, the gateway and the broadcast
-// address, IPv6 the first two.
+// room returns for how many pods a network has addresses. No pod gets the address of the network or of the gateway.
+// In IPv4, no pod gets the broadcast address.
 func room(subnet netip.Prefix) uint64 {
 	bits := min(subnet.Addr().BitLen()-subnet.Bits(), 62)
 	if subnet.Addr().Is4() {

@@ -19,11 +19,11 @@ type daemon struct {
 	socket string // "": none is configured
 
 	asked bool
-	last  *api.Status // nil: it has not answered
+	last  *api.Status // the last answer; nil: the daemon did not answer
 	err   error
 }
 
-// status returns the first answer; nil: there is none.
+// status returns the last answer. It asks only if nobody has asked before. nil: the daemon did not answer.
 func (d *daemon) status(ctx context.Context) *api.Status {
 	if d.asked || d.socket == "" {
 		return d.last
@@ -31,7 +31,7 @@ func (d *daemon) status(ctx context.Context) *api.Status {
 	return d.ask(ctx)
 }
 
-// ask asks again.
+// ask asks the daemon for its status, also if somebody has asked before. nil: the daemon did not answer.
 func (d *daemon) ask(ctx context.Context) *api.Status {
 	ctx, cancel := context.WithTimeout(ctx, stepTimeout)
 	defer cancel()
@@ -43,7 +43,7 @@ func (d *daemon) ask(ctx context.Context) *api.Status {
 	return d.last
 }
 
-// running looks whether the daemon runs.
+// running checks whether the daemon runs.
 func (d *daemon) running(ctx context.Context) Result {
 	if d.socket == "" {
 		return Skipped(`[mode.%s.admin] names no socket, by which a running %[1]s could be asked`, d.mode)
@@ -66,12 +66,12 @@ func (d *daemon) running(ctx context.Context) Result {
 	return OK("%s runs for %s", st.Software, setup.Spell(st.Time.Sub(st.Started).Truncate(time.Second)))
 }
 
-// unknown reports whether the daemon has not answered, and may run nevertheless.
+// unknown reports whether the daemon may run although it has not answered.
 func (d *daemon) unknown(ctx context.Context) bool {
 	return d.status(ctx) == nil && !api.NotRunning(d.err)
 }
 
-// modules looks at the lines of /readyz, except that of the sessions, which has a check of its own.
+// modules checks the lines of /readyz. It leaves out the line of the sessions, which has a check of its own.
 func (d *daemon) modules(ctx context.Context) Result {
 	st := d.status(ctx)
 	if st == nil {

@@ -28,17 +28,17 @@ import (
 type EdgeConfig struct {
 	Conf     *conf.Edge
 	Dial     dial.Config        // how the edge reaches the cloud
-	TLS      func() *tls.Config // of the edge: its CAs, the name to verify, and its certificate
-	Token    oauth2.TokenSource // nil: the certificate is the proof
-	Software string             // how this program names itself to the cloud
-	// Told returns the CAs by which the edge verifies the cloud now, of the configuration or as the cloud has told them
-	// in ToldFile; nil: the edge takes nothing that the cloud tells.
+	TLS      func() *tls.Config // the edge's TLS: its CAs, the name to verify, and its certificate
+	Token    oauth2.TokenSource // the token that proves the node; nil: the certificate proves the node
+	Software string             // the name and version of this program, for the cloud
+	// Told returns the CAs by which the edge verifies the cloud now: those of the configuration, or those that the cloud
+	// has told and the edge has kept in ToldFile. nil: the edge accepts no CAs from the cloud.
 	Told     func() []*x509.Certificate
 	ToldFile string
 	// Kubelet is the host:port of the kubelet; "": DefaultKubelet, if this machine has a kubelet.
 	Kubelet string
-	// Environment has the proxies that the operator's environment names. They are tried when nothing else leads to
-	// the cloud.
+	// Environment has the proxies that the operator's environment names. The checks try these proxies only if no
+	// configured way leads to the cloud.
 	Environment *httpproxy.Config
 }
 
@@ -93,9 +93,9 @@ func Edge(cfg EdgeConfig) []Check {
 	return list
 }
 
-// walk follows all ways at once, the first time it is called. A way that fails is no failure of the edge while another
-// one leads to the cloud, or while the edge that runs has a session by a way that is closed to this check. A
-// certificate that the edge does not accept is a failure nevertheless: the edge could not come back with this file.
+// walk follows all ways to the cloud at once, the first time it is called. Then it turns failures of a way into
+// warnings if another way leads to the cloud, or if the running edge has a session. A session does not excuse a
+// failure that came after a certificate: the edge could not reconnect, for instance with an unknown CA.
 func (e *edge) walk(ctx context.Context) {
 	if e.walked {
 		return
@@ -122,11 +122,11 @@ func (e *edge) walk(ctx context.Context) {
 	}
 }
 
-// sameEnvironment begins the next step if the edge reaches the cloud, and this check does not.
+// sameEnvironment is the begin of the next step if the running edge reaches the cloud and this check does not.
 const sameEnvironment = "run this check in the environment of the edge, such as with sudo " +
 	"--preserve-env=HTTPS_PROXY,HTTP_PROXY,NO_PROXY; else "
 
-// proof looks at the token or the certificate by which the node proves itself.
+// proof checks the token or the certificate by which the edge proves which node it is.
 func (e *edge) proof(context.Context) Result {
 	c := e.Conf
 	switch {
@@ -155,7 +155,7 @@ func (e *edge) proof(context.Context) Result {
 	return OK("the configuration holds the token of node %s", c.Node)
 }
 
-// authorities looks at the CAs that sign the cloud's certificate.
+// authorities checks the dates of the CAs by which the edge verifies the cloud.
 func (e *edge) authorities(context.Context) Result {
 	const do = "get the CA from the cloud: cloudca in its [mode.cloud.join]"
 	if e.Told != nil {
@@ -172,7 +172,7 @@ func (e *EdgeConfig) caFiles() string {
 	return e.Conf.CA + ", or as the cloud has told in " + e.ToldFile
 }
 
-// session looks at the sessions of the edge that runs.
+// session checks whether the running edge has a session.
 func (e *edge) session(ctx context.Context) Result {
 	st := e.daemon.status(ctx)
 	if st == nil {
@@ -193,7 +193,8 @@ func (e *edge) session(ctx context.Context) Result {
 	return OK("with %s", strings.Join(all, ", "))
 }
 
-// otherEdge looks for another edge with the name of this node: the cloud has told whose session it has.
+// otherEdge looks for another edge with the name of this node. The cloud's answer names the session that the cloud has
+// of this node. If the running edge does not have that session, another edge has it.
 func (e *edge) otherEdge(ctx context.Context) Result {
 	var at *way
 	for _, w := range e.ways {
@@ -231,7 +232,8 @@ func (e *edge) otherEdge(ctx context.Context) Result {
 				"tunnel token create --node, tunnel join",
 				"another edge is connected as node %s, from %s since %s", node, at.answer.Remote, when(at.answer.Since))
 		}
-		// The edge may just have opened another session, or another process may just have taken over.
+		// Ask both again: the edge may have opened another session, or another process may have taken over, between
+		// the two answers.
 		select {
 		case <-time.After(otherEdgePause):
 		case <-ctx.Done():
@@ -244,7 +246,7 @@ func (e *edge) otherEdge(ctx context.Context) Result {
 	}
 }
 
-// An edge whose session the cloud does not have is asked so many times, with this pause.
+// If the cloud's session is not the edge's, otherEdge compares both otherEdgeRounds times, with a pause in between.
 const (
 	otherEdgeRounds = 3
 	otherEdgePause  = 2 * time.Second
@@ -260,7 +262,7 @@ func holds(st *api.Status, session string) bool {
 	return false
 }
 
-// kubelet looks whether the kubelet of this machine answers, and whether the edge may dial it.
+// kubelet checks whether the kubelet of this machine answers, and whether the edge may dial it.
 func (e *edge) kubelet(ctx context.Context) Result {
 	if e.Kubelet == "" && !hasKubelet() {
 		return Skipped("this machine has no kubelet; --kubelet HOST:PORT names one")
@@ -281,7 +283,7 @@ func (e *edge) kubelet(ctx context.Context) Result {
 			"the kubelet does not answer: %v", err)
 	}
 	defer conn.Close()
-	//nolint:gosec // only the date of the certificate counts: the cloud, or its caller, verifies the kubelet
+	//nolint:gosec // this check needs only the dates of the certificate; the cloud or its caller verifies the kubelet
 	tc := tls.Client(conn, &tls.Config{InsecureSkipVerify: true, MinVersion: tls.VersionTLS12})
 	if err := tc.HandshakeContext(ctx); err != nil {
 		return Fail("does another program have the port of the kubelet? ss -ltnp shows it",
@@ -292,13 +294,13 @@ func (e *edge) kubelet(ctx context.Context) Result {
 		"see the kubelet's settings serverTLSBootstrap and tlsCertFile")
 }
 
-// hasKubelet reports whether this machine has the folder of a kubelet, which k3s has as well.
+// hasKubelet reports whether this machine has the folder of a kubelet. The kubelet in k3s has the same folder.
 func hasKubelet() bool {
 	info, err := os.Stat("/var/lib/kubelet")
 	return err == nil && info.IsDir()
 }
 
-// names returns the names and addresses of a certificate, and who has signed it.
+// names returns a text with the names and addresses of a certificate, and the name of its CA.
 func names(cert *x509.Certificate) string {
 	all := append([]string(nil), cert.DNSNames...)
 	for _, ip := range cert.IPAddresses {

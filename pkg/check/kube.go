@@ -20,16 +20,16 @@ import (
 	"tunnel.example/tunnel/pkg/kube"
 )
 
-// right is a right that a configuration needs.
+// right is a permission in Kubernetes that a configuration needs.
 type right struct {
 	kube.Right
-	why string // what fails without it
+	why string // what fails without the right
 	// unless says when the cloud can do without the right; "": the cloud always needs the right.
 	unless string
 }
 
-// rights returns the rights in Kubernetes that a configuration needs. deployment/cloud-rbac.yaml has them all, and a
-// test compares.
+// rights returns the rights in Kubernetes that a configuration needs. A test checks that deployment/cloud-rbac.yaml
+// grants all of them.
 func rights(c *conf.Cloud) (all []right) {
 	add := func(why, unless, namespace, group, resource, subresource, name string, verbs ...string) {
 		for _, verb := range verbs {
@@ -49,7 +49,7 @@ func rights(c *conf.Cloud) (all []right) {
 	if name := c.InventoryMap(); name != "" {
 		const forgets = "the cloud forgets missing nodes when all its replicas stop"
 		add(forgets, "", c.Namespace, "", "configmaps", "", name, "get", "patch")
-		if d.ConfigMap == "" { // else the same right is there already
+		if d.ConfigMap == "" { // else the list has the same right already
 			add(forgets, "the ConfigMap exists", c.Namespace, "", "configmaps", "", "", "create")
 		}
 	}
@@ -79,7 +79,7 @@ func rights(c *conf.Cloud) (all []right) {
 		add(why, "", "", "", "services", "", "", "get", "create", "patch", "delete")
 		add(why, "", "", "discovery.k8s.io", "endpointslices", "", "", "get", "create", "patch", "delete")
 		add(why, "", m.Namespace, "coordination.k8s.io", "leases", "", kube.MirrorLease, "get", "patch")
-		if d.ConfigMap == "" { // else the same right is there already
+		if d.ConfigMap == "" { // else the list has the same right already
 			add(why, "the Lease exists", m.Namespace, "coordination.k8s.io", "leases", "", "", "create")
 		}
 	}
@@ -113,7 +113,7 @@ func (c *cloud) kubernetes() (list []Check) {
 				}
 				result, err := c.may(ctx, r)
 				if _, unanswered := errors.AsType[*url.Error](err); unanswered || isTimeout(err) {
-					reached = false // each further right would wait in vain, too
+					reached = false // do not ask for further rights: each would wait for an answer that never comes
 					return c.silent(err)
 				}
 				return result
@@ -136,13 +136,13 @@ func (c *cloud) kubernetes() (list []Check) {
 	return list
 }
 
-// silent is the result of an API server that does not answer.
+// silent returns the result for an API server that does not answer.
 func (c *cloud) silent(err error) Result {
 	return Fail("check KUBECONFIG, or the pod's service account, and the network to the API server",
 		"%s does not answer: %v", c.Kubernetes.Host(), kube.Explain(err))
 }
 
-// may asks for one right. The error is why it is not known.
+// may asks the API server whether the cloud has a right. It returns an error if the API server gives no answer.
 func (c *cloud) may(ctx context.Context, r right) (Result, error) {
 	const do = "kubectl apply -f deployment/cloud-rbac.yaml, with the names of this configuration in it"
 	switch ok, err := c.Kubernetes.May(ctx, r.Right); {
@@ -159,7 +159,7 @@ func (c *cloud) may(ctx context.Context, r right) (Result, error) {
 // hostsKey is the key of the ConfigMap that holds the names.
 const hostsKey = "hosts"
 
-// configMap looks at the ConfigMap that holds the names of nodes.
+// configMap reads the ConfigMap that holds the names of nodes.
 func (c *cloud) configMap(ctx context.Context) Result {
 	d := c.Conf.DNS
 	content, err := c.Kubernetes.ConfigMap(d.Namespace, d.ConfigMap, hostsKey).Load(ctx)
@@ -265,7 +265,8 @@ func (c *cloud) resolves(ctx context.Context) Result {
 	return OK("%s leads %s to %s", server, node, join(got))
 }
 
-// example returns the name of a node, and the addresses to which DNS should lead it.
+// example returns the name of a node, and the addresses that DNS should give for it. want is nil if any address may be
+// right.
 func (c *cloud) example() (node string, want []netip.Addr) {
 	if c.nodes != nil {
 		for _, n := range c.nodes.Nodes {
@@ -274,7 +275,7 @@ func (c *cloud) example() (node string, want []netip.Addr) {
 			}
 			if c.lines == nil && c.Conf.DNS.ConfigMap == "" {
 				if c.Conf.Peers.Configured() {
-					return n.Name, nil // it may lead to any replica
+					return n.Name, nil // the name may lead to any replica
 				}
 				return n.Name, c.Conf.DNS.Addrs
 			}
@@ -289,7 +290,8 @@ func (c *cloud) example() (node string, want []netip.Addr) {
 	return "", nil
 }
 
-// lookUp asks a DNS server for the addresses of a name. A name that does not exist has none.
+// lookUp asks a DNS server for the addresses of a name. For a name that does not exist, it returns no address and no
+// error.
 func lookUp(ctx context.Context, server, name string) (all []netip.Addr, err error) {
 	ctx, cancel := context.WithTimeout(ctx, stepTimeout)
 	defer cancel()
@@ -318,7 +320,7 @@ func lookUp(ctx context.Context, server, name string) (all []netip.Addr, err err
 	return all, nil
 }
 
-// join lists addresses.
+// join returns a text with all addresses.
 func join(addrs []netip.Addr) string {
 	texts := make([]string, len(addrs))
 	for i, a := range addrs {
@@ -327,7 +329,7 @@ func join(addrs []netip.Addr) string {
 	return strings.Join(texts, ", ")
 }
 
-// reachable returns the address of a listener for a program of this machine.
+// reachable returns the address at which a program of this machine reaches a listener.
 func reachable(listen string) string {
 	host, port, err := net.SplitHostPort(listen)
 	if ip, bad := netip.ParseAddr(host); err == nil && (host == "" || bad == nil && ip.IsUnspecified()) {

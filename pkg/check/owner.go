@@ -11,8 +11,8 @@ import (
 	"tunnel.example/tunnel/pkg/auth"
 )
 
-// readable returns a check whether the daemon may read its private files: root, which runs the check, may read
-// everything. It returns nothing for another user, who has read the files already.
+// readable returns a check whether the daemon may read its private files. Only root needs the check: root may read
+// every file, and the daemon is another user. A user who is not root has loaded these files already.
 func readable(group string, files ...string) []Check {
 	if os.Geteuid() != 0 {
 		return nil
@@ -20,8 +20,8 @@ func readable(group string, files ...string) []Check {
 	return []Check{{group, "private files", func(context.Context) Result { return ofFolders(files, os.Stat) }}}
 }
 
-// ofFolders looks whether private files belong to the owners of their folders: the folder of a service belongs to the
-// user of the service. A folder of root tells nothing.
+// ofFolders checks whether private files belong to the owners of their folders. The folder of a service belongs to the
+// user of the service, who must be able to read the files. If a folder belongs to root, ofFolders cannot tell the user.
 func ofFolders(files []string, stat func(string) (fs.FileInfo, error)) Result {
 	var bad, repair []string
 	for _, file := range files {
@@ -32,7 +32,7 @@ func ofFolders(files []string, stat func(string) (fs.FileInfo, error)) Result {
 		info, err := stat(file)
 		dir, err2 := stat(folder)
 		if err != nil || err2 != nil {
-			continue // the configuration has a line about it
+			continue // another check reports the file
 		}
 		is, _, ok := auth.FileOwner(info)
 		want, _, ok2 := auth.FileOwner(dir)

@@ -17,8 +17,8 @@ import (
 	"syscall"
 )
 
-// port looks whether the cloud has a port, or could open it. It does not open the port: a cloud that starts meanwhile
-// would fail.
+// port checks whether the running cloud listens at a port, or whether a cloud could open it. The check does not open
+// the port, since a cloud that starts at the same moment would fail.
 func (c *cloud) port(ctx context.Context, module, addr string) Result {
 	at, err := listening(addr)
 	var found use
@@ -57,7 +57,8 @@ func (c *cloud) port(ctx context.Context, module, addr string) Result {
 	return OK("the port is free")
 }
 
-// same reports whether a listener of a status is this one. A module may show 0.0.0.0 as [::].
+// same reports whether listener, a line of a status, is the listener of module at addr. A module may show 0.0.0.0 as
+// [::].
 func same(listener, module, addr string) bool {
 	of, at, _ := strings.Cut(listener, " ")
 	if _, rest, ok := strings.Cut(at, "://"); ok {
@@ -68,8 +69,8 @@ func same(listener, module, addr string) bool {
 	return of == module && (at == addr || a == b && a != "")
 }
 
-// listening returns where a listener with this address would listen. The error is EADDRNOTAVAIL if this machine does
-// not have the address. No host is the IPv6 address ::, with which a listener has every address.
+// listening returns the address at which a listener for addr would listen. If this machine does not have the address,
+// the error is EADDRNOTAVAIL. Without a host, listening returns the IPv6 address ::, which stands for all addresses.
 func listening(addr string) (netip.AddrPort, error) {
 	tcp, err := net.ResolveTCPAddr("tcp", addr)
 	if err != nil {
@@ -79,7 +80,7 @@ func listening(addr string) (netip.AddrPort, error) {
 	if !at.Addr().IsValid() || at.Addr().IsUnspecified() {
 		return netip.AddrPortFrom(netip.IPv6Unspecified(), at.Port()), nil
 	}
-	tcp.Port = 0 // any port tells whether the address is there
+	tcp.Port = 0 // any free port shows whether this machine has the address
 	c, err := net.ListenUDP("udp", (*net.UDPAddr)(tcp))
 	if err != nil {
 		return at, err
@@ -96,8 +97,8 @@ const (
 	taken
 )
 
-// inUse looks whether a program has a port of a module. The modules udp and dns listen for datagrams, dns for
-// connections as well. A system that does not show its ports leads to fs.ErrNotExist.
+// inUse finds out whether a program listens at a port that a module needs. The modules udp and dns listen for
+// datagrams, and dns also for connections. On a system without /proc/net, inUse returns fs.ErrNotExist.
 func inUse(module string, at netip.AddrPort) (found use, err error) {
 	tables := []string{"tcp"}
 	switch module {
@@ -126,7 +127,7 @@ func inUse(module string, at netip.AddrPort) (found use, err error) {
 	return found, nil
 }
 
-// hasPort looks for a port in a table of sockets as /proc/net/tcp has it (proc_pid_net(5)).
+// hasPort looks for a listener at a port in a table of sockets, in the form of /proc/net/tcp (proc_pid_net(5)).
 func hasPort(table io.Reader, isTCP bool, at netip.AddrPort) (found use, err error) {
 	const listens = "0A" // TCP_LISTEN of the kernel
 	lines := bufio.NewScanner(table)
@@ -142,7 +143,8 @@ func hasPort(table io.Reader, isTCP bool, at netip.AddrPort) (found use, err err
 	return found, lines.Err()
 }
 
-// parseSocket parses an address of such a table: each 32 bits are one number in hex, and so is the port.
+// parseSocket parses an address in /proc/net/tcp. The kernel writes each 32 bits of the address, and the port, as a
+// hexadecimal number.
 func parseSocket(text string) (netip.AddrPort, bool) {
 	host, port, _ := strings.Cut(text, ":")
 	raw, err := hex.DecodeString(host)
@@ -157,8 +159,8 @@ func parseSocket(text string) (netip.AddrPort, bool) {
 	return netip.AddrPortFrom(addr.Unmap(), uint16(n)), ok
 }
 
-// conflict reports whether the listener of a socket keeps a cloud from an address. A cloud at :: wants the addresses of
-// IPv4 as well. The tables do not show whether another listener at :: has them.
+// conflict returns whether a listener at the address socket keeps a cloud from listening at the address at. A cloud at
+// :: also needs all IPv4 addresses. Whether another listener at :: has the IPv4 addresses, the tables do not show.
 func conflict(socket, at netip.AddrPort) use {
 	all := func(a, b netip.Addr) bool { return a.IsUnspecified() && (a.Is6() || b.Is4()) }
 	switch a, b := socket.Addr(), at.Addr(); {

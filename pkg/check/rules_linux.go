@@ -16,7 +16,8 @@ import (
 	"tunnel.example/tunnel/pkg/services"
 )
 
-// masqueraded returns the networks whose packets a rule of the edge sends out under the node's address.
+// masqueraded returns the networks among subnets that a rule of the edge masquerades: their packets leave the node
+// with the node's address.
 func masqueraded(subnets []netip.Prefix) (found []netip.Prefix, err error) {
 	c, err := nftables.New()
 	if err != nil {
@@ -46,7 +47,7 @@ func masqueraded(subnets []netip.Prefix) (found []netip.Prefix, err error) {
 	return found, err
 }
 
-// redirected returns what the kernel has of the rules by which an edge serves Services.
+// redirected reads from the kernel the rules by which an edge serves Services, and the chains that come before them.
 func redirected() (found redirects, err error) {
 	c, err := nftables.New()
 	if err != nil {
@@ -58,9 +59,9 @@ func redirected() (found redirects, err error) {
 	}
 	translates := func(chain *nftables.Chain) bool {
 		return chain.Type == nftables.ChainTypeNAT && chain.Hooknum != nil && chain.Priority != nil &&
-			*chain.Hooknum != *nftables.ChainHookPostrouting // where the source is translated
+			*chain.Hooknum != *nftables.ChainHookPostrouting // chains at this hook translate the source, not the target
 	}
-	at := make(map[nftables.ChainHook]nftables.ChainPriority) // the edge's
+	at := make(map[nftables.ChainHook]nftables.ChainPriority) // the priority of the edge's chain at each hook
 	for _, chain := range chains {
 		if chain.Table.Name == services.RulesTable && translates(chain) {
 			at[*chain.Hooknum], found.there = *chain.Priority, true
@@ -85,7 +86,7 @@ func redirected() (found redirects, err error) {
 	return found, nil
 }
 
-// familyName returns the name that nft has for a family.
+// familyName returns the name of a family in the program nft.
 func familyName(f nftables.TableFamily) string {
 	switch f {
 	case nftables.TableFamilyIPv4:
@@ -96,7 +97,7 @@ func familyName(f nftables.TableFamily) string {
 	return "inet" // no other family translates addresses
 }
 
-// writable returns why this user cannot write to a file or a folder; nil: it can.
+// writable returns an error that says why this user cannot write to a file or a folder; nil: the user can.
 func writable(path string) error {
 	if err := unix.Access(path, unix.W_OK); err != nil {
 		return &fs.PathError{Op: "write", Path: path, Err: err}
@@ -104,8 +105,8 @@ func writable(path string) error {
 	return nil
 }
 
-// isLocked reports whether a process has locked a file, as the edge does with its state. It has the lock itself for a
-// moment, for which an edge that starts waits.
+// isLocked reports whether a process holds a lock on a file. A running edge holds a lock on the file of its state.
+// isLocked itself holds a lock for a moment; an edge that starts at that moment waits.
 func isLocked(path string) (bool, error) {
 	f, err := os.Open(path)
 	if err != nil {

@@ -7,14 +7,14 @@ import (
 	"net/netip"
 )
 
-// masqueraded would list rules of nftables.
+// masqueraded fails: only Linux has nftables.
 func masqueraded([]netip.Prefix) ([]netip.Prefix, error) { return nil, errors.ErrUnsupported }
 
-// redirected would list rules of nftables.
+// redirected fails: only Linux has nftables.
 func redirected() (redirects, error) { return redirects{}, errors.ErrUnsupported }
 
-// writable would ask the system: only Linux has a state of Services.
+// writable returns nil: only edges on Linux keep a state of Services.
 func writable(string) error { return nil }
 
-// isLocked is as writable.
+// isLocked returns false: only edges on Linux keep a state of Services.
 func isLocked(string) (bool, error) { return false, nil }

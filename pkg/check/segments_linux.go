@@ -20,7 +20,8 @@ func shorten(_, _ string, raw syscall.RawConn) error {
 	return errors.Join(err, failed)
 }
 
-// pathMTU returns what the kernel knows of the path of a connection: its MTU, and the size of segments, in bytes.
+// pathMTU returns, in bytes, the MTU of a connection's path as the kernel knows it, and the size of the segments that
+// the kernel sends.
 func pathMTU(conn net.Conn) (mtu, segment int, ok bool) {
 	for {
 		under, is := conn.(interface{ NetConn() net.Conn })

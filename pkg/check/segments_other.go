@@ -13,5 +13,5 @@ const canShorten = false
 
 func shorten(_, _ string, _ syscall.RawConn) error { return errors.ErrUnsupported }
 
-// pathMTU would ask the kernel about the path of a connection.
+// pathMTU returns ok = false: only the Linux build asks the kernel for the MTU.
 func pathMTU(net.Conn) (mtu, segment int, ok bool) { return 0, 0, false }

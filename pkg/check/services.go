@@ -25,26 +25,28 @@ import (
 type relayed struct {
 	conf.EdgeServices
 	daemon *daemon
-	known  *knownServices // what the edge has answered; nil: nothing yet
-	there  bool           // the rules of the edge are in the kernel
+	known  *knownServices // the edge's answer to GET /v1/services; nil: the edge has not answered
+	there  bool           // the kernel has the rules of the edge
 
 	// Tests replace these.
 	rules    func() (redirects, error)
-	links    func() ([]net.Addr, error) // the addresses of this machine
+	links    func() ([]net.Addr, error) // returns the addresses of this machine's network interfaces
 	writable func(path string) error
-	proxy    string // URL of kube-proxy's health
+	proxy    string // the URL at which kube-proxy answers health checks
 	dial     func(ctx context.Context, network, address string) (net.Conn, error)
 }
 
-// redirects says what the kernel has of the rules of an edge.
+// redirects says whether the kernel has the rules by which an edge serves Services.
 type redirects struct {
 	there  bool
-	before []string // chains of others that translate addresses first: FAMILY TABLE CHAIN
+	before []string // chains of other programs that translate addresses before the edge's: FAMILY TABLE CHAIN
 }
 
 // knownServices is a part of what the edge answers to GET /v1/services.
 type knownServices struct {
-	Stale *time.Time `json:"stale_since"` // nil: the state is that of the cloud; zero: it never was
+	// Stale is the time since which the edge's state of Services may lag behind the cloud's. nil: it does not lag.
+	// Zero time: the edge has never had the cloud's state.
+	Stale *time.Time `json:"stale_since"`
 	Why   string     `json:"stale_because"`
 	Ports []struct {
 		Address string `json:"address"`
@@ -52,7 +54,7 @@ type knownServices struct {
 	} `json:"ports"`
 }
 
-// relayedServices returns the checks of Services on a node. d is the edge's.
+// relayedServices returns the checks of [mode.edge.services]. d asks the running edge.
 func relayedServices(c conf.EdgeServices, d *daemon) []Check {
 	s := &relayed{
 		EdgeServices: c, daemon: d, rules: redirected, links: net.InterfaceAddrs, writable: writable,
@@ -69,7 +71,7 @@ func relayedServices(c conf.EdgeServices, d *daemon) []Check {
 	}
 }
 
-// redirect looks for what the edge adds to the kernel.
+// redirect looks for the rules and the addresses that the edge adds to the kernel.
 func (s *relayed) redirect(ctx context.Context) Result {
 	found, err := s.rules()
 	switch {
@@ -107,7 +109,7 @@ func (s *relayed) redirect(ctx context.Context) Result {
 	return OK("connections to Services of other nodes lead to the edge")
 }
 
-// lineOf returns what a line of /readyz says, behind a colon; "" if it says nothing.
+// lineOf returns the text behind the colon in the line of /readyz for name; "" if there is no such text.
 func lineOf(st *api.Status, name string) string {
 	if st != nil {
 		for _, c := range st.Checks {
@@ -119,7 +121,7 @@ func lineOf(st *api.Status, name string) string {
 	return ""
 }
 
-// first looks for rules of others that take connections to Services before the edge.
+// first looks for rules of other programs that take connections to Services before the edge's rules do.
 func (s *relayed) first(context.Context) Result {
 	if !s.there {
 		return Skipped("rules come first")
@@ -135,7 +137,7 @@ func (s *relayed) first(context.Context) Result {
 	return OK("no rules of another program come before those of the edge")
 }
 
-// file looks at the file of the state.
+// file checks whether the edge can keep its state of Services in a file.
 func (s *relayed) file(ctx context.Context) Result {
 	const elsewhere = "mount the disk for writing, or name another file: state in [mode.edge.services]"
 	st := s.daemon.status(ctx)
@@ -169,7 +171,7 @@ func (s *relayed) file(ctx context.Context) Result {
 	return OK("%s can be written, and no other program has it", s.State)
 }
 
-// existing returns a folder, or the nearest one above it that exists.
+// existing returns folder if it exists, else the nearest parent folder that exists.
 func existing(folder string) string {
 	for {
 		above := filepath.Dir(folder)
@@ -180,7 +182,7 @@ func existing(folder string) string {
 	}
 }
 
-// cloud asks the edge whether the cloud sends Services, and whether the state is that of the cloud.
+// cloud asks the edge whether the cloud sends Services, and whether the edge's state is up to date.
 func (s *relayed) cloud(ctx context.Context) Result {
 	if s.daemon.status(ctx) == nil {
 		return Skipped("the edge does not answer")
@@ -203,8 +205,9 @@ func (s *relayed) cloud(ctx context.Context) Result {
 	return Warn(do, "the edge works with what the cloud has sent until %s: %s", when(*known.Stale), why)
 }
 
-// kubeProxy looks for the program that serves all Services that the edge does not serve; in mode full there must be
-// none. Any answer will do: kube-proxy answers 503 while its Node is deleted.
+// kubeProxy asks for kube-proxy's health. In mode relay, kube-proxy must run: it serves the Services that the edge does
+// not relay. In mode full, kube-proxy must not run. Any answer shows that it runs: while its Node is being deleted,
+// kube-proxy answers 503.
 func (s *relayed) kubeProxy(ctx context.Context) Result {
 	ctx, cancel := context.WithTimeout(ctx, stepTimeout)
 	defer cancel()
@@ -229,13 +232,13 @@ func (s *relayed) kubeProxy(ctx context.Context) Result {
 	return OK("kube-proxy answers at %s", s.proxy)
 }
 
-// route looks for a route to an address of a Service of each family. The kernel looks for the route of a packet of this
-// machine before it looks at the rules.
+// route checks, for IPv4 and IPv6, whether the node has a route to the address of a Service. For packets of this
+// machine's processes, the kernel looks for a route before it applies the edge's rules.
 func (s *relayed) route(ctx context.Context) Result {
 	if s.known == nil {
 		return Skipped("the edge does not say which Services it knows")
 	}
-	tried := make(map[bool]string) // by: it is of IPv6
+	tried := make(map[bool]string) // the tried address; the key is true for IPv6
 	for _, p := range s.known.Ports {
 		is6 := strings.Contains(p.Address, ":")
 		if tried[is6] != "" {

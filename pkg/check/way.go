@@ -22,34 +22,34 @@ import (
 	"tunnel.example/tunnel/pkg/stream"
 )
 
-// step is a part of the way to a cloud.
+// step is one step of the way from an edge to a cloud.
 type step string
 
 // The steps, in order. A way has either stepName and stepTCP, or stepBox.
 const (
 	stepName  step = "name"  // the name of the cloud resolves
 	stepTCP   step = "tcp"   // its addresses answer
-	stepBox   step = "box"   // a proxy, or the ingress of a WebSocket, leads there
-	stepTLS   step = "tls"   // the cloud answers, and nothing in between
+	stepBox   step = "box"   // a proxy or an ingress connects this machine to the cloud
+	stepTLS   step = "tls"   // the cloud itself answers, not another program in between
 	stepMTU   step = "mtu"   // large packets pass
 	stepClock step = "clock" // this machine's clock is right
 	stepJoin  step = "join"  // the cloud lets the node join
 )
 
-// way is one way to the cloud: one server, directly or through a box in between. The methods up to result are called
-// by the goroutine of walk.
+// way is one way to the cloud: one server, reached directly, through a proxy or through an ingress. Other goroutines
+// may call its methods only after walk has returned.
 type way struct {
 	cfg    *EdgeConfig
 	server dial.Server
 	proxy  *dial.Proxy // nil: none
-	err    error       // why proxy is not known
+	err    error       // why the proxy is unknown
 
 	results map[step]Result
-	shown   bool           // a certificate has come, of the cloud or of a box in between
-	answer  *stream.Answer // of the cloud; nil: it has not answered
+	shown   bool           // the other side has shown a certificate: the cloud, or a program in between
+	answer  *stream.Answer // the cloud's answer; nil: the cloud has not answered
 }
 
-// checkNetwork is the next step if an error tells nothing better.
+// checkNetwork is the next step for an error that suggests no better one.
 const checkNetwork = "check this machine's network, and the address of the cloud in " + table
 
 // table begins the names of the keys that say how to reach the cloud.
@@ -63,7 +63,7 @@ func newWay(cfg *EdgeConfig, server dial.Server) *way {
 	return w
 }
 
-// isDirect reports whether no box ends TCP in between.
+// isDirect reports whether the edge's TCP connection ends at the cloud, not at a proxy or an ingress.
 func (w *way) isDirect() bool { return w.proxy == nil && w.err == nil && !w.server.IsWebSocket() }
 
 // steps returns the steps of this way.
@@ -74,7 +74,7 @@ func (w *way) steps() []step {
 	return []step{stepBox, stepTLS, stepClock, stepJoin}
 }
 
-// walk takes the steps until one fails.
+// walk does the steps in order until one fails.
 func (w *way) walk(ctx context.Context) {
 	conn := w.connect(ctx)
 	if conn == nil {
@@ -86,7 +86,7 @@ func (w *way) walk(ctx context.Context) {
 	}
 }
 
-// result returns what a step has found.
+// result returns the result of a step. For a step that walk did not reach, it returns StateSkipped.
 func (w *way) result(s step) Result {
 	if r, ok := w.results[s]; ok {
 		return r
@@ -99,7 +99,7 @@ func (w *way) result(s step) Result {
 	return Skipped("nothing has come so far")
 }
 
-// forgive turns failures into warnings. do comes before their next steps.
+// forgive turns the failures of this way into warnings. because goes into their texts, and do before their next steps.
 func (w *way) forgive(because, do string) {
 	for s, r := range w.results {
 		if r.State == StateFail {
@@ -108,14 +108,14 @@ func (w *way) forgive(because, do string) {
 	}
 }
 
-// dialer returns a dialer for one place. through: by the proxy of the way.
+// dialer returns a dialer for one server, by the proxy that through names.
 func (w *way) dialer(server dial.Server, through dial.ProxyFunc) (*dial.Dialer, error) {
 	cfg := w.cfg.Dial
 	cfg.Servers, cfg.Proxy = []dial.Server{server}, through
 	return dial.New(cfg)
 }
 
-// connect connects to the cloud, up to where the cloud's TLS begins. It returns nil if a step fails.
+// connect opens a connection on which TLS with the cloud can begin. It returns nil if a step fails.
 func (w *way) connect(ctx context.Context) net.Conn {
 	if w.isDirect() {
 		return w.connectDirect(ctx)
@@ -141,7 +141,7 @@ func (w *way) connect(ctx context.Context) net.Conn {
 func (w *way) connectDirect(ctx context.Context) net.Conn {
 	host, port, err := net.SplitHostPort(w.server.Addr())
 	if err != nil {
-		return nil // never: dial.ParseServer has split it
+		return nil // unreachable: dial.ParseServer has checked the address
 	}
 	ips := w.resolve(ctx, host)
 	if ips == nil {
@@ -227,8 +227,8 @@ func (w *way) connectTo(ctx context.Context, addr string) (*dial.Conn, error) {
 	return d.Dial(ctx)
 }
 
-// proxyThatLeads returns the next step if the edge can reach the cloud through a proxy that the operator's environment
-// names; else "". Call it only after an attempt without that proxy failed.
+// proxyThatLeads tries the proxy that the operator's environment names. If the proxy leads to the cloud,
+// proxyThatLeads returns the next step, else "". Call it only after an attempt without this proxy has failed.
 func (w *way) proxyThatLeads(ctx context.Context) string {
 	env := w.cfg.Environment
 	if env == nil {
@@ -256,12 +256,13 @@ func (w *way) proxyThatLeads(ctx context.Context) string {
 	return ""
 }
 
-// handshake makes a TLS handshake with what answers, and judges its certificate. It reports whether it is the cloud.
+// handshake makes a TLS handshake with the program that answers, and verifies its certificate. It reports whether this
+// program is the cloud.
 func (w *way) handshake(ctx context.Context, conn net.Conn) bool {
 	own := w.cfg.TLS()
 	state, err := shake(ctx, conn, own.ServerName, "h2")
 	if isAlert(err) {
-		// What refuses the protocol may show its certificate to a client that asks for none.
+		// A server that refuses the protocol h2 may show its certificate to a client that names no protocol.
 		if again, dialErr := w.dialAgain(ctx); dialErr == nil {
 			defer again.Close()
 			if shown, shakeErr := shake(ctx, again, own.ServerName); shakeErr == nil {
@@ -271,7 +272,7 @@ func (w *way) handshake(ctx context.Context, conn net.Conn) bool {
 	}
 	if err != nil {
 		w.results[stepTLS] = w.noHandshake(err)
-		if isTimeout(err) || isHungUp(err) { // a cloud hangs up after some seconds without a whole ClientHello
+		if isTimeout(err) || isHungUp(err) { // the cloud hangs up if parts of the ClientHello do not arrive for some seconds
 			w.tryShort(ctx, own.ServerName)
 		}
 		return false
@@ -293,7 +294,7 @@ func (w *way) handshake(ctx context.Context, conn net.Conn) bool {
 	return true
 }
 
-// shake makes a TLS handshake that accepts any certificate. It shows no certificate of our own.
+// shake makes a TLS handshake without a client certificate. It accepts any certificate of the server.
 func shake(ctx context.Context, conn net.Conn, name string, protocols ...string) (*tls.ConnectionState, error) {
 	ctx, cancel := context.WithTimeout(ctx, stepTimeout)
 	defer cancel()
@@ -308,7 +309,7 @@ func shake(ctx context.Context, conn net.Conn, name string, protocols ...string)
 	return &state, nil
 }
 
-// judge verifies the certificate of what answers.
+// judge verifies the certificate of the program that answers, and says what is wrong with it.
 func (w *way) judge(state *tls.ConnectionState, own *tls.Config) Result {
 	leaf, between := state.PeerCertificates[0], x509.NewCertPool()
 	for _, c := range state.PeerCertificates[1:] {
@@ -343,7 +344,7 @@ func (w *way) judge(state *tls.ConnectionState, own *tls.Config) Result {
 	return OK("")
 }
 
-// outOfDate explains the dates of a certificate of the cloud. It also sets the result of the clock.
+// outOfDate explains why a certificate of the cloud is not valid now. It also sets the result of stepClock.
 func (w *way) outOfDate(cert *x509.Certificate) Result {
 	now := time.Now()
 	whose, replace := "the cloud's certificate", "replace it on the cloud: cert and key in [mode.cloud.stream.server]"
@@ -362,7 +363,7 @@ func (w *way) outOfDate(cert *x509.Certificate) Result {
 		"%s expired on %s, and this machine's clock says %s", whose, when(cert.NotAfter), when(now))
 }
 
-// noHandshake explains a TLS handshake that has failed before a certificate came.
+// noHandshake explains a TLS handshake that failed before the server showed a certificate.
 func (w *way) noHandshake(err error) Result {
 	port := "servername in " + table + " must be the cloud's grpcport or listen"
 	header, isHeader := errors.AsType[tls.RecordHeaderError](err)
@@ -388,8 +389,8 @@ func (w *way) noHandshake(err error) Result {
 // shortSegment is a size of TCP segments that every path takes, in bytes (RFC 791: a host accepts 576).
 const shortSegment = 500
 
-// tryShort looks whether a handshake passes in short segments that does not pass otherwise. Then the path loses large
-// packets and nobody is told: the path MTU is smaller than this machine believes.
+// tryShort repeats a failed handshake with short TCP segments. If the handshake succeeds now, the path loses large
+// packets and sends no ICMP error: the MTU of the path is smaller than this machine believes.
 func (w *way) tryShort(ctx context.Context, name string) {
 	if !w.isDirect() || !canShorten {
 		return
@@ -408,7 +409,7 @@ func (w *way) tryShort(ctx context.Context, name string) {
 	}
 }
 
-// largeLost is the result of a path that loses large packets.
+// largeLost returns the result for a path that loses large packets.
 func largeLost() Result {
 	return Fail("lower the MTU of this machine's uplink to that of the path: ip link set dev DEVICE mtu 1400, then less; "+
 		"or let the router clamp the MSS, or pass ICMP \"fragmentation needed\"; sysctl net.ipv4.tcp_mtu_probing=1 on both "+
@@ -417,7 +418,7 @@ func largeLost() Result {
 			"size", shortSegment)
 }
 
-// whole returns a dialer for the whole way.
+// whole returns a dialer for this way's server, by this way's proxy.
 func (w *way) whole() (*dial.Dialer, error) {
 	if w.proxy == nil {
 		return w.dialer(w.server, nil)
@@ -475,13 +476,14 @@ func (w *way) join(ctx context.Context) {
 	}
 }
 
-// Differences of two clocks that matter: certificates begin some minutes before they are made (auth.Backdate).
+// How far two clocks may differ before the check warns or fails. Some minutes do no harm: a certificate is valid from
+// some minutes before it is made (auth.Backdate).
 const (
 	clockWarn = time.Minute
 	clockFail = 5 * time.Minute
 )
 
-// clock judges the offset of this machine's clock from the cloud's.
+// clock returns a result for off, by which this machine's clock differs from the cloud's.
 func clock(off time.Duration) Result {
 	text := setup.Spell(off.Abs()) + " ahead of the cloud's"
 	if off < 0 {
@@ -496,7 +498,8 @@ func clock(off time.Duration) Result {
 	return OK("%s here, as on the cloud", when(time.Now()))
 }
 
-// failed returns the result of an error of package dial or stream, with its next step; otherwise, if it has none.
+// failed returns the result for an error of package dial or stream. The next step is the hint in the error; without a
+// hint it is otherwise.
 func failed(err error, otherwise string) Result {
 	if e, ok := errors.AsType[*dial.Error](err); ok {
 		return Fail(e.Hint, "%s", reason(e.Err))
@@ -507,7 +510,7 @@ func failed(err error, otherwise string) Result {
 	return Fail(otherwise, "%s", reason(err))
 }
 
-// reason returns the text of an error, without what a gRPC error puts around it and without its next step.
+// reason returns the text of an error, without the words that gRPC puts around it, and without the hint.
 func reason(err error) string {
 	if e, ok := errors.AsType[*dial.Error](err); ok {
 		err = e.Err
@@ -524,7 +527,7 @@ func reason(err error) string {
 	return strings.ReplaceAll(err.Error(), "\n", "; ")
 }
 
-// isAlert reports whether the other side has refused a TLS handshake by an alert.
+// isAlert reports whether the other side has refused a TLS handshake with a TLS alert.
 func isAlert(err error) bool {
 	op, ok := errors.AsType[*net.OpError](err)
 	return ok && op.Op == "remote error" // as crypto/tls names it
