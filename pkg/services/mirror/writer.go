@@ -41,7 +41,7 @@ type Writer struct {
 	interval time.Duration
 
 	mu       sync.Mutex        // guards the following
-	problems map[string]string // by NAMESPACE/NAME of the original: why it has no twin; empty unless this replica is the leader
+	problems map[string]string // why an original has no twin, by NAMESPACE/NAME; empty unless this replica leads
 	err      error             // why the last reconciliation failed; nil: it did not, or another replica is the leader
 }
 

@@ -21,33 +21,36 @@ import (
 const (
 	// maxConns bounds the connections that the relay has at once. Each takes some 70 KiB.
 	maxConns = 8192
-	// reachTimeout bounds the search for an endpoint. attemptTimeout bounds one attempt, and maxAttempts how many
-	// endpoints are asked.
+	// reachTimeout bounds how long a caller waits for a conn to an endpoint. The relay tries up to maxAttempts endpoints,
+	// each for at most attemptTimeout.
 	reachTimeout   = 20 * time.Second
 	attemptTimeout = 10 * time.Second
 	maxAttempts    = 5
-	// maxPerCaller bounds the connections of one caller, so that a caller which leaves them idle does not use up all.
+	// maxPerCaller bounds the connections of one caller, so that a caller with many idle connections leaves room for
+	// others.
 	maxPerCaller = maxConns / 4
-	// refusalTime is how long a target that the cloud has refused is not asked for again, and maxRefusals how many
-	// targets are remembered. Each call that is refused counts against a limit of the session for two seconds.
+	// refusalTime is how long the relay does not ask the cloud again for a target that the cloud has refused. Each refused
+	// request counts against a limit of the session for two seconds. maxRefusals bounds the targets that the relay
+	// remembers.
 	refusalTime = time.Second
 	maxRefusals = 4096
 )
 
-// door accepts the connections and the datagrams that the kernel redirects. The goroutine of Relay.serve owns it.
+// door has the sockets to which the kernel redirects connections and datagrams, and knows which rules the kernel has.
+// The goroutine of Relay.serve owns it.
 type door struct {
 	relay *Relay                  // set once
 	fail  context.CancelCauseFunc // ends Relay.Run; set once
 
-	ctx     context.Context    //nolint:containedctx // of the conns: it outlives the one of Relay.Run, see tunnel.Grace
-	serving context.Context    //nolint:containedctx // of the sockets: no flow begins after it
-	stop    context.CancelFunc // of serving
+	ctx     context.Context    //nolint:containedctx // of the conns: it ends later than the context of Run, see tunnel.Grace
+	serving context.Context    //nolint:containedctx // of the listeners and sockets: no flow begins after its end
+	stop    context.CancelFunc // ends serving
 
 	listeners  []net.Listener
-	sockets    []*net.UDPConn // at the addresses of the listeners
-	programmed rules          // what the kernel redirects; nil: not known
+	sockets    []*net.UDPConn // one for each listener, at the same address
+	programmed rules          // the rules that the kernel has; nil: not known
 	accepting  sync.WaitGroup
-	conns      sync.WaitGroup // and the sockets
+	conns      sync.WaitGroup // counts the goroutines of conns and of sockets
 }
 
 func newDoor(ctx context.Context, r *Relay, fail context.CancelCauseFunc) *door {
@@ -56,7 +59,8 @@ func newDoor(ctx context.Context, r *Relay, fail context.CancelCauseFunc) *door 
 	return d
 }
 
-// open has the relay's own addresses added, and listens on them. It does nothing if it did so before.
+// open adds the relay's own addresses to the machine, and listens on each of them. It skips an address on which it
+// listens already.
 func (d *door) open() error {
 	addrs, err := d.relay.kernel.open()
 	if err != nil {
@@ -89,8 +93,9 @@ func (d *door) open() error {
 	return nil
 }
 
-// refused is kernel.refused. If this process has written no table, that of a process before goes: its rules would come
-// before those of kube-proxy, and nobody would change them.
+// refused returns why the kernel must have no rules of this edge now, or nil. With rules of kube-proxy, refused also
+// removes the table that an earlier process left. The rules of that table would come before those of kube-proxy, and
+// nobody would keep them current.
 func (d *door) refused() error {
 	err := d.relay.kernel.refused()
 	if errors.Is(err, errKubeProxy) && len(d.listeners) == 0 {
@@ -155,7 +160,7 @@ func (d *door) withPorts(want rules) rules {
 	return all
 }
 
-// addrs returns where the relay listens.
+// addrs returns the addresses of the TCP listeners.
 func (d *door) addrs() []netip.AddrPort {
 	all := make([]netip.AddrPort, len(d.listeners))
 	for i, ln := range d.listeners {
@@ -164,7 +169,7 @@ func (d *door) addrs() []netip.AddrPort {
 	return all
 }
 
-// accept serves the connections of a listener until serving is done.
+// accept accepts connections at a listener until serving is done. It serves each in a goroutine of its own.
 func (d *door) accept(ln net.Listener) error {
 	r := d.relay
 	err := listen.Accept(d.serving, ln, func(c net.Conn) {
@@ -194,8 +199,8 @@ func (d *door) accept(ln net.Listener) error {
 	return nil
 }
 
-// close has the kernel redirect nothing more, and closes the listeners. The table stays while conns live: the kernel
-// translates their addresses as long as there is a rule for it.
+// close stops the redirects in the kernel, and closes the listeners. The table stays while conns live: the kernel
+// translates the packets of a conn only as long as its rule is there.
 func (d *door) close() {
 	if err := d.relay.kernel.clear(); err != nil {
 		d.relay.log.Warn("Services cannot be taken out of nftables", "err", err)
@@ -207,8 +212,8 @@ func (d *door) close() {
 	d.accepting.Wait()
 }
 
-// drain waits for the conns and the flows. Callers that go on sending datagrams from the same port are then
-// kube-proxy's.
+// drain waits until the conns and the flows have ended. Then it removes the kernel's entries for redirected flows. So
+// kube-proxy gets the datagrams that callers still send from the same ports.
 func (d *door) drain() {
 	d.conns.Wait()
 	redirected := d.programmed
@@ -222,13 +227,13 @@ func (d *door) drain() {
 	}
 }
 
-// serveConn connects c to an endpoint of the Service that its caller has asked for, until both have ended, or until ctx
-// is done.
+// serveConn connects c to an endpoint of the Service that the caller has dialled. It returns when both directions have
+// ended, or when ctx is done.
 func (r *Relay) serveConn(ctx context.Context, c net.Conn) {
 	tunnel.ResetOnDeath(c)
 	to, err := r.kernel.original(c)
 	if local, ok := c.LocalAddr().(*net.TCPAddr); err != nil || !ok || to == unmapped(local.AddrPort()) {
-		tunnel.Reset(c) // somebody has connected to the relay itself
+		tunnel.Reset(c) // the kernel did not redirect it: a program dialled the relay's own address
 		return
 	}
 	from := hostOf(c.RemoteAddr())
@@ -250,7 +255,7 @@ func (r *Relay) serveConn(ctx context.Context, c net.Conn) {
 	r.log.Debug("conn ended", "caller", from, "target", to, "bytes", sent+received, "dur", time.Since(start), "err", err)
 }
 
-// hostOf returns the address of a peer, without its port.
+// hostOf returns the IP address in a TCP address.
 func hostOf(a net.Addr) netip.Addr {
 	if tcp, ok := a.(*net.TCPAddr); ok {
 		return tcp.AddrPort().Addr().Unmap()
@@ -262,8 +267,8 @@ func unmapped(at netip.AddrPort) netip.AddrPort {
 	return netip.AddrPortFrom(at.Addr().Unmap(), at.Port())
 }
 
-// reach connects to an endpoint of the frontend at an address. It tries another endpoint if the way to the first is
-// away, but not if that endpoint itself has refused: a caller gets the answer of the Service.
+// reach connects to an endpoint of the frontend at an address. If it cannot reach an endpoint, it tries another. If an
+// endpoint itself refuses the connection, reach returns that refusal, as the answer of the Service.
 func (r *Relay) reach(ctx context.Context, to address, from netip.Addr) (net.Conn, error) {
 	ctx, cancel := context.WithTimeout(ctx, reachTimeout)
 	defer cancel()
@@ -289,7 +294,8 @@ func (r *Relay) reach(ctx context.Context, to address, from netip.Addr) (net.Con
 	return nil, err
 }
 
-// waysNow returns the frontend at an address, and its ways by the state of now. known is false if there is none.
+// waysNow returns the frontend at an address, and the ways to its endpoints as the state has them now. known is false
+// if there is no such frontend.
 func (r *Relay) waysNow(to address) (f frontend, w ways, known bool) {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
@@ -315,8 +321,9 @@ func (r *Relay) waysNow(to address) (f frontend, w ways, known bool) {
 	return f, w, known
 }
 
-// scanLocked looks for the first of some addresses that a Service has. It was redirected a moment ago. Maybe the
-// Service still has it, with an endpoint that is direct now. The caller holds mu.
+// scanLocked looks in the state for the frontend at the first of places that a Service has. It is for a connection that
+// the kernel redirected before the plan changed: the plan has no frontend any more if the node now reaches all
+// endpoints by itself. The caller holds mu.
 func (r *Relay) scanLocked(places []address) (f frontend, known bool) {
 	first := len(places)
 	for path, service := range r.state.Services() {
@@ -329,14 +336,14 @@ func (r *Relay) scanLocked(places []address) (f frontend, known bool) {
 	return f, first < len(places)
 }
 
-// attempt is a way to an endpoint, and whether it leads through the cloud.
+// attempt is a way to an endpoint. far says that this node does not reach the endpoint by itself.
 type attempt struct {
 	way
 	far bool
 }
 
-// order returns the ways in the order in which to try them: the endpoint that the caller had before, then direct ones,
-// each kind at random.
+// order returns the ways in the order in which the relay tries them. The endpoint that the caller had before is first.
+// Then come endpoints that the node reaches by itself, and then the far ones, each group at random.
 func order(w ways, before string) []attempt {
 	all := make([]attempt, 0, len(w.direct)+len(w.far))
 	for _, one := range shuffled(w.direct) {
@@ -357,7 +364,7 @@ func shuffled(list []way) []way {
 	return list
 }
 
-// try connects to an endpoint.
+// try connects to one endpoint: over the local network or through the cloud if it is far, else directly.
 func (r *Relay) try(ctx context.Context, a attempt) (net.Conn, error) {
 	ctx, cancel := context.WithTimeout(ctx, attemptTimeout)
 	defer cancel()
@@ -381,7 +388,7 @@ func (r *Relay) try(ctx context.Context, a attempt) (net.Conn, error) {
 	return nil, tunnel.Refusef(tunnel.Unreachable, "%v", err)
 }
 
-// opened counts a conn to an endpoint by its way, unless err says why there is none. It returns both.
+// opened counts a conn to an endpoint by its way if err is nil. It returns c or err.
 func (r *Relay) opened(way via, c net.Conn, err error) (net.Conn, error) {
 	if err != nil {
 		return nil, err
@@ -390,8 +397,9 @@ func (r *Relay) opened(way via, c net.Conn, err error) (net.Conn, error) {
 	return c, nil
 }
 
-// mayDial returns a refusal if this node must not dial an endpoint: a user who may write EndpointSlices can claim that
-// any address is on this node, and the edge dials from the node's own network. Networks of Config.Direct are permitted.
+// mayDial returns a refusal if this node must not dial an endpoint. A user who may write EndpointSlices can claim that
+// any address is on this node, and the edge dials from the node's own network. Networks of Config.Direct and of
+// SetRouted are permitted.
 func (r *Relay) mayDial(e *services.Endpoint, at netip.AddrPort) error {
 	r.mu.RLock()
 	permits, routed := r.permits, r.planner.isRouted(e)
@@ -403,13 +411,14 @@ func (r *Relay) mayDial(e *services.Endpoint, at netip.AddrPort) error {
 		"pods: permit it by allow in [mode.edge], if it is one", at)
 }
 
-// directControl is net.Dialer.Control of a dial to an endpoint that this node reaches by itself. The rules leave the
-// connection alone. If the relay gives up the dial, or dies before it splices, the endpoint sees a reset.
+// directControl is net.Dialer.Control for the dial to an endpoint that this node reaches by itself. The kernel's rules
+// do not redirect the connection. If the relay gives up the dial, or dies before it splices, the endpoint sees a reset.
 func directControl(network, addr string, c syscall.RawConn) error {
 	return errors.Join(Unredirected(network, addr, c), tunnel.ResetOnDeathControl(network, addr, c))
 }
 
-// reachFar asks the cloud for a conn to a target, unless the cloud has refused it a moment ago.
+// reachFar asks the cloud for a conn to a target. For refusalTime after the cloud has refused that target, reachFar
+// returns the old refusal and does not ask.
 func (r *Relay) reachFar(ctx context.Context, target string) (net.Conn, error) {
 	if err := r.refusals.get(target); err != nil {
 		return nil, err
@@ -425,7 +434,7 @@ func (r *Relay) reachFar(ctx context.Context, target string) (net.Conn, error) {
 	return c, err
 }
 
-// refusals remembers which targets the cloud has refused.
+// refusals remembers the last refusal of each target for refusalTime.
 type refusals struct {
 	mu   sync.Mutex // guards the following
 	last map[string]refusal
@@ -436,7 +445,7 @@ type refusal struct {
 	until time.Time
 }
 
-// get returns why a target was refused within refusalTime, or nil.
+// get returns the refusal of a target within the last refusalTime, or nil.
 func (f *refusals) get(target string) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -446,7 +455,7 @@ func (f *refusals) get(target string) error {
 	return nil
 }
 
-// put remembers why a target was refused. If there is no room, it forgets all others.
+// put remembers the refusal of a target. If the map is full, put first forgets all other targets.
 func (f *refusals) put(target string, err error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -456,7 +465,7 @@ func (f *refusals) put(target string, err error) {
 	f.last[target] = refusal{err, time.Now().Add(refusalTime)}
 }
 
-// callers counts the connections of each caller.
+// callers counts the connections of each caller, by its address.
 type callers struct {
 	max int // set once
 
@@ -464,7 +473,8 @@ type callers struct {
 	of map[netip.Addr]int
 }
 
-// enter counts a connection of a caller. It returns false if that is one too many.
+// enter counts a connection of a caller. If the caller has max connections already, enter counts nothing and returns
+// false.
 func (c *callers) enter(from netip.Addr) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -478,7 +488,7 @@ func (c *callers) enter(from netip.Addr) bool {
 	return true
 }
 
-// leave undoes enter.
+// leave uncounts a connection that enter has counted.
 func (c *callers) leave(from netip.Addr) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -487,17 +497,18 @@ func (c *callers) leave(from netip.Addr) {
 	}
 }
 
-// maxAffinity bounds the callers whose endpoint is remembered.
+// maxAffinity bounds the callers whose last endpoint the relay remembers.
 const maxAffinity = 1 << 16
 
-// affinityKey is a caller of a port of a Service. The port is the same at each ClusterIP.
+// affinityKey identifies a caller of a port of a Service. A caller keeps its endpoint at all ClusterIPs of the Service,
+// so the key has the name of the port and no address.
 type affinityKey struct {
 	caller netip.Addr
 	path   string // of the Service
 	port   string // its name
 }
 
-// affinity remembers which endpoint a caller had, for Services with session affinity.
+// affinity remembers which endpoint a caller had, for Services with session affinity (sessionAffinity: ClientIP).
 type affinity struct {
 	max int // set once
 
@@ -506,7 +517,7 @@ type affinity struct {
 }
 
 type affine struct {
-	endpoint string // path
+	endpoint string // the path of the endpoint
 	until    time.Time
 }
 
@@ -514,7 +525,8 @@ func newAffinity(limit int) *affinity {
 	return &affinity{max: limit, last: make(map[affinityKey]affine)}
 }
 
-// get returns the path of the endpoint that the caller had; "": none.
+// get returns the path of the endpoint that the caller had; "": none. sticky is the time of the session affinity; 0:
+// the Service has none.
 func (a *affinity) get(key affinityKey, sticky time.Duration) string {
 	if sticky == 0 {
 		return ""
@@ -527,7 +539,8 @@ func (a *affinity) get(key affinityKey, sticky time.Duration) string {
 	return ""
 }
 
-// put remembers the endpoint of a caller. If there is no room, it forgets callers whose time is over, or else any.
+// put remembers the endpoint of a caller for sticky. If there is no room, put first forgets callers whose time is over,
+// and then any others.
 func (a *affinity) put(key affinityKey, endpoint string, sticky time.Duration) {
 	if sticky == 0 {
 		return

@@ -1,4 +1,5 @@
-// Package relay is the edge's side of Services: it serves those with endpoints that this node does not reach by itself.
+// Package relay is the part of an edge that serves the cluster's Services to the pods and processes of its node. It
+// serves the Services that have endpoints which the node does not reach by itself.
 //
 //	const file = "/var/lib/tunnel/services.db"
 //	r, err := relay.New(relay.Config{Node: "edge1", File: file, Watch: watch, Reach: client.Reach})
@@ -6,32 +7,34 @@
 //
 //	client, err := stream.NewClient(cfg, relay.NewEdge(r, policy))   // the other end, at the endpoints
 //
-// The state of the cluster's Services comes from the cloud, batch by batch (watch.go), and stays in a file (file.go).
-// So a node that starts without its cloud goes on with what it knew. From the state follows the plan (plan.go): the
-// addresses and ports of Services that have an endpoint which this node does not reach by itself, and one that it or
-// the tunnel reaches. kube-proxy would send connections to all of their endpoints. If the node reaches some of them by
-// itself, the kernel sends connections there (layout.go, table_linux.go). Otherwise it redirects them to the relay. The
-// relay accepts each of them, asks the cloud to reach an endpoint, and splices the two (conn.go). Connections to other
-// Services are not touched: kube-proxy serves them.
+// The cloud sends the state of the cluster's Services in batches (watch.go), and the relay keeps the state in a file
+// (file.go). So a node that starts without its cloud continues with what it knew. The relay makes a plan from the state
+// (plan.go). The plan has the ports of Services with an endpoint that the node does not reach by itself, if the node or
+// the tunnel reaches another one. kube-proxy would send connections to all endpoints of such a port. If the node
+// reaches some of them by itself, rules of the kernel send connections only there (layout.go, table_linux.go).
+// Otherwise the rules redirect connections to the relay. The relay accepts a connection, asks the cloud to reach an
+// endpoint, and splices the two connections (conn.go). kube-proxy serves all other Services.
 //
-// With Config.Full, the edge serves all Services of the node, in place of kube-proxy. Then it refuses to write rules
-// while those of kube-proxy are there (kubeproxy_linux.go).
+// With Config.Full, the edge serves all Services, in place of kube-proxy. Then it writes no rules while rules of
+// kube-proxy are on the node (kubeproxy_linux.go).
 //
-// Datagrams take the same way (datagrams.go). All those to one endpoint have one conn, with the frames of package udp.
-// The relay asks the kernel's conntrack which Service a caller has sent to (conntrack_linux.go).
+// Datagrams go the same way (datagrams.go). One conn has all datagrams to one endpoint, in frames of package udp. The
+// relay asks the kernel's conntrack to which Service a caller has sent a datagram (conntrack_linux.go).
 //
-// At the node that has the endpoint, the cloud asks the module [Edge] to dial (edge.go). It dials the endpoints that
-// its own state has on this node, and nothing else.
+// On the node that has the endpoint, the cloud asks the module [Edge] to dial it (edge.go). Edge dials only endpoints
+// that the state of this node has on this node.
 //
 // With the module [Near], the edges of one site reach each other's endpoints over the local network (near.go,
 // nearserve.go), and not through the cloud.
 //
-// With Config.DNS, the relay also answers the queries of pods (dns.go): package names makes the answers from the state.
+// With Config.DNS, the relay also answers DNS queries of pods (dns.go). Package names makes the answers from the state.
 //
 // A [Relay] owns its file, its nftables tables, its two addresses on loopback, its listeners, and the connections that
-// it accepts. When Run ends, the tables are gone, unless Config.Full; the file and the addresses stay.
+// it accepts. When Run ends, the tables are removed, but with Config.Full the table of the Services stays. The file and
+// the addresses always stay.
 //
-// The relay serves TCP and UDP. It keeps no source addresses: an endpoint sees a connection of its own node.
+// The relay serves TCP and UDP. An endpoint does not see the address of the caller: the connection comes from the
+// endpoint's own node.
 package relay
 
 import (
@@ -64,20 +67,20 @@ type Stream interface {
 // Config configures a Relay.
 type Config struct {
 	Node   tunnel.NodeName
-	File   string         // of the state
+	File   string         // the path of the file that keeps the state
 	Direct []netip.Prefix // networks that this node reaches without the tunnel
-	Full   bool           // serves all Services, in place of kube-proxy
-	// Watch opens a stream on the connection of a session. It waits until there is a session, or until ctx is done, which
-	// also ends the stream.
+	Full   bool           // the edge serves all Services, in place of kube-proxy
+	// Watch opens a stream on the connection of a session. It waits for a session. When ctx is done, the wait or the
+	// stream ends.
 	Watch func(ctx context.Context) (Stream, error)
-	// Reach opens a conn to a target (see services.Target) through the cloud. ctx bounds the dialling only. A refusal is
-	// a *tunnel.Refusal.
+	// Reach opens a conn to a target (see services.Target) through the cloud. ctx ends only the dial, not the conn. A
+	// refusal is a *tunnel.Refusal.
 	Reach func(ctx context.Context, target string) (net.Conn, error)
-	// InContainer reports whether packets to an address go to a container of this machine, and nowhere else. IsOwn
-	// reports whether an address is one of this machine. nil: no address is. See Home.
+	// InContainer reports whether packets to an address go to a container of this machine. IsOwn reports whether an
+	// address is one of this machine. nil stands for a function that always returns false. Home uses both.
 	InContainer, IsOwn func(netip.Addr) bool
 
-	Datagrams udp.EdgeConfig // of the ends at endpoints; Core and Log are those of the Config
+	Datagrams udp.EdgeConfig // of the UDP sockets to endpoints; New sets Core, Log and OneTarget
 	DNS       DNS            // answers DNS queries of pods; nil: the edge answers none
 	Domain    string         // the cluster's DNS domain, such as cluster.local; used only if DNS is set
 	Counters  *tunnel.Counters
@@ -92,16 +95,16 @@ type Relay struct {
 	dnsKernel kernel // nil: the edge leaves DNS to others
 	log       *slog.Logger
 	grace     time.Duration // how long conns may go on after Run's ctx is done
-	every     time.Duration // between two looks at the kernel
+	every     time.Duration // how often Run checks the rules in the kernel
 	dial      func(ctx context.Context, network, addr string) (net.Conn, error)
-	wake      chan struct{} // capacity 1: there is a new plan for the kernel; never closed
+	wake      chan struct{} // Run must bring a new plan into the kernel; capacity 1, never closed
 	counts    counters
 	affinity  *affinity
 	refusals  refusals
 	callers   callers
 	near      *Near        // reaches edges of this site; nil: off
 	direct    *udp.Edge    // sends datagrams to endpoints that this node reaches by itself
-	ends      []*udp.Edge  // direct, and that of Edge
+	ends      []*udp.Edge  // all that send datagrams to endpoints: direct, and the one of Edge
 	udp       udp.Counters // of the datagrams that the kernel redirects
 	failures  failures
 	watchers  watchers
@@ -111,21 +114,21 @@ type Relay struct {
 
 	mu      sync.RWMutex // guards the following
 	planner planner
-	permits func(netip.AddrPort) bool // which addresses of this node may be dialled; nil: those of Home
+	permits func(netip.AddrPort) bool // which endpoints on this node may be dialled; nil: see Home
 	state   *services.State
-	loaded  bool          // the state of the file is in state, or there is none
-	streams bool          // a stream of the cloud has begun with the digests of state
-	zone    *names.Zone   // of state; nil: the edge leaves DNS to others
-	changed tunnel.Change // of plan
+	loaded  bool          // the file was read, or cannot be read
+	streams bool          // a stream of the cloud runs, and has sent the digests of state
+	zone    *names.Zone   // the DNS names in state; nil: the edge leaves DNS to others
+	changed tunnel.Change // wakes goroutines that wait for a new plan
 	plan    plan
 	since   time.Time // when the state was last known to be that of the cloud
-	current bool      // a stream says that it still is
-	watch   error     // why the last stream has ended; nil: it lives, or there was none
-	broken  error     // of the kernel or of the file: what an operator should mend
+	current bool      // the state is that of the cloud now, as a live stream says
+	watch   error     // why the last stream has ended; nil: a stream runs, or there was none
+	broken  error     // why the kernel does not do what the plan says; nil: it does
 	unkept  error     // why the file cannot be opened or written
-	serves  int       // addresses in the kernel
-	named   bool      // names are answered
-	unnamed error     // why names are not answered; nil: they are, or nobody has asked for it
+	serves  int       // how many ports of Services the kernel's rules are for
+	named   bool      // queries for names are redirected to this edge
+	unnamed error     // why they are not; nil: they are, or the configuration has no dns
 }
 
 var _ tunnel.Module = (*Relay)(nil)
@@ -159,9 +162,9 @@ func newRelay(cfg Config, k kernel) *Relay {
 // Name implements tunnel.Module.
 func (r *Relay) Name() string { return name }
 
-// Run implements tunnel.Module: it serves until ctx is done, and then lets the conns that are open go on for
-// tunnel.GracePeriod. What cannot be done now is tried again; Note says what it is. A broken listener or socket is an
-// error: the kernel would go on redirecting connections to it.
+// Run implements tunnel.Module. It serves until ctx is done. Then open conns may continue for tunnel.GracePeriod. What
+// fails is tried again, and Note reports it. But a listener or a socket that breaks ends Run with an error: the kernel
+// would still redirect connections to it.
 func (r *Relay) Run(ctx context.Context) error {
 	file := r.load()
 	connCtx, endConns := tunnel.Grace(ctx, r.grace)
@@ -194,17 +197,17 @@ func (r *Relay) Run(ctx context.Context) error {
 	return err
 }
 
-// guard calls f. An error or a panic ends Run, whose context fail cancels.
+// guard calls f. If f fails or panics, guard calls fail with the error, which makes Run end.
 func (r *Relay) guard(fail context.CancelCauseFunc, f func() error) {
 	if err := tunnel.Guard(r.log, r.cfg.Counters, "the edge stops", f); err != nil {
 		fail(err)
 	}
 }
 
-// interval is how often the relay looks whether its rules are still in the kernel, and tries again what has failed.
+// interval is how often the relay checks that its rules are still in the kernel, and tries again what has failed.
 const interval = 10 * time.Second
 
-// serve keeps the kernel as the plan says until ctx is done. Then the kernel redirects nothing more.
+// serve keeps the kernel's rules as the plan says until ctx is done. Then serve removes the redirects.
 func (r *Relay) serve(ctx context.Context, d *door) {
 	defer d.close()
 	ticker := time.NewTicker(r.every)
@@ -224,7 +227,7 @@ func (r *Relay) serve(ctx context.Context, d *door) {
 	}
 }
 
-// apply makes the kernel as the plan says, and keeps what it cannot do for Note.
+// apply brings the plan into the kernel. It keeps the error for Note.
 func (r *Relay) apply(d *door) {
 	r.mu.RLock()
 	want := r.plan.rules
@@ -234,7 +237,7 @@ func (r *Relay) apply(d *door) {
 	if known || !r.cfg.Full {
 		err = d.program(want)
 	} else {
-		err = d.refused() // the table that the last process has left is better than an empty one
+		err = d.refused() // the rules that the last process has left are better than an empty table
 	}
 	r.mu.Lock()
 	before := r.broken
@@ -262,7 +265,8 @@ func (r *Relay) load() *file {
 	return f
 }
 
-// adopt makes a state of the file the state of the relay, unless the cloud has sent one, or is about to.
+// adopt makes the state from the file the state of the relay. It returns false if the cloud has sent a state already,
+// or is sending one.
 func (r *Relay) adopt(state *services.State, since time.Time) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -279,8 +283,8 @@ func (r *Relay) adopt(state *services.State, since time.Time) bool {
 	return true
 }
 
-// SetRouted tells to which networks of pods this node has routes: it reaches them, beside those of Config.Direct, by
-// itself.
+// SetRouted tells the relay to which networks of pods this node has routes. The node reaches these networks by itself,
+// like those of Config.Direct.
 func (r *Relay) SetRouted(networks []netip.Prefix) {
 	direct := slices.Concat(r.cfg.Direct, networks)
 	r.mu.Lock()
@@ -302,7 +306,7 @@ func (r *Relay) adoptLocked(p plan) {
 	}
 }
 
-// noteFile keeps why the file cannot be written; nil: it can.
+// noteFile stores why the file cannot be opened or written; nil: it can.
 func (r *Relay) noteFile(err error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -312,7 +316,7 @@ func (r *Relay) noteFile(err error) {
 	r.unkept = err
 }
 
-// noteCurrent keeps whether the state is that of the cloud, and why it is not.
+// noteCurrent stores whether the state is that of the cloud now. If it is not, why says the reason.
 func (r *Relay) noteCurrent(current bool, why error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -332,7 +336,7 @@ func (r *Relay) lastCurrent() time.Time {
 	return r.since
 }
 
-// Note says what an operator should mend; "" if nothing.
+// Note says what an operator should repair; "": nothing.
 func (r *Relay) Note() string {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
@@ -354,7 +358,7 @@ func (r *Relay) Note() string {
 	return ""
 }
 
-// staleLocked says since when the state is stale. The caller holds mu.
+// staleLocked says how long the state is stale, as part of a sentence. The caller holds mu.
 func (r *Relay) staleLocked() string {
 	if r.since.IsZero() {
 		return "since ever: the cloud has never sent it"

@@ -16,15 +16,15 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// family is what differs between IPv4 and IPv6.
+// family has what differs between IPv4 and IPv6.
 type family struct {
 	protocol byte
-	own      netip.Addr // the relay's
+	own      netip.Addr // the relay's own address
 	name     string
 	addr     nftables.SetDatatype
-	source   uint32 // offset of the source in the IP header: RFC 791, RFC 8200
-	offset   uint32 // of the destination
-	size     uint32 // of an address
+	source   uint32 // offset of the source address in the IP header: RFC 791, RFC 8200
+	offset   uint32 // offset of the destination address in the IP header
+	size     uint32 // bytes of an address
 }
 
 func familyOf(addr netip.Addr) family {
@@ -45,8 +45,8 @@ func (k *linux) table() *nftables.Table {
 	return &nftables.Table{Family: nftables.TableFamilyINet, Name: name}
 }
 
-// nextID returns what tells the chains and sets of one call of program from those of other calls and other processes:
-// the next ones are made while the ones before are in use.
+// nextID returns the id in the names of chains and sets that one call of program makes. The id differs from those of
+// other calls and other processes, since new chains are made while the old ones are still in use.
 func (k *linux) nextID(listeners []netip.AddrPort) string {
 	k.programs++
 	id := strconv.Itoa(int(listeners[0].Port()))
@@ -56,10 +56,10 @@ func (k *linux) nextID(listeners []netip.AddrPort) string {
 	return id
 }
 
-// prefixPrerouting is what the names of chains for packets that come in begin with. The id follows.
+// prefixPrerouting begins the names of chains for packets that come in. The id follows.
 const prefixPrerouting = "prerouting-"
 
-// hook is a chain that the kernel calls, and its rules.
+// hook is a base chain of nftables, which the kernel calls for packets, with its rules.
 type hook struct {
 	*nftables.Chain
 	rules []commented
@@ -71,9 +71,9 @@ type commented struct {
 	exprs   []expr.Any
 }
 
-// hooks returns the chains that the kernel calls. Those for packets that come in, and for this machine's own packets,
-// have a priority before that of kube-proxy, in any of its modes: of the chains that translate a connection's address,
-// the first one counts. DNS comes first, since the cluster's DNS may be a Service that the edge serves.
+// hooks returns the base chains of the table. The first chain that translates the address of a connection decides. So
+// the chains for packets that come in, and for this machine's own packets, have a priority before that of kube-proxy in
+// any of its modes. The chains for DNS come first, since the cluster's DNS may be a Service that the edge serves.
 func (k *linux) hooks() []hook {
 	first := nftables.ChainPriorityRef(*nftables.ChainPriorityNATDest - 10)
 	if k.dns {
@@ -160,19 +160,20 @@ func (k *linux) sets() []setKind {
 	return []setKind{setServices, setFront, setEnds, setLive, setAffine, setHairpin}
 }
 
-// commentMarked is of the rule that leaves connections of Unredirected alone.
+// commentMarked is the comment of the rule for packets of the edge itself, which Unredirected has marked: they are not
+// redirected.
 const commentMarked = "from the edge itself"
 
-// comment is of the rules that redirect to a listener.
+// comment returns the comment of the rules that redirect to a listener.
 func comment(listener netip.AddrPort) string { return "to the relay at " + listener.String() }
 
-// register returns a register of four bytes.
+// register returns the number of the n-th register of four bytes.
 func register(n uint32) uint32 { return unix.NFT_REG32_00 + n }
 
-// spare is a register that no key and no endpoint takes.
+// spare returns a register that is never part of a key or of an endpoint.
 func spare() uint32 { return register(15) }
 
-// hasMark is: meta mark & bits != 0, or == 0 if has is false.
+// hasMark returns the expressions of nft's "meta mark & bits != 0"; of "== 0" if has is false.
 func hasMark(bits uint32, has bool) []expr.Any {
 	op := expr.CmpOpEq
 	if has {
@@ -186,13 +187,13 @@ func hasMark(bits uint32, has bool) []expr.Any {
 	}
 }
 
-// setMark is: meta mark set meta mark | bits.
+// setMark returns the expressions of nft's "meta mark set meta mark | bits".
 func setMark(bits uint32) []expr.Any { return changeMark(bits, bits) }
 
-// clearMark is: meta mark set meta mark & ^bits.
+// clearMark returns the expressions of nft's "meta mark set meta mark & ^bits".
 func clearMark(bits uint32) []expr.Any { return changeMark(bits, 0) }
 
-// changeMark gives some bits of the mark a value.
+// changeMark returns the expressions that set the bits of a packet's mark in bits to those of value.
 func changeMark(bits, value uint32) []expr.Any {
 	return []expr.Any{
 		&expr.Meta{Key: expr.MetaKeyMARK, Register: spare()},
@@ -202,7 +203,7 @@ func changeMark(bits, value uint32) []expr.Any {
 	}
 }
 
-// is is: meta nfproto ipv4, or ipv6.
+// is returns the expressions of nft's "meta nfproto ipv4", or ipv6.
 func (f family) is() []expr.Any {
 	return []expr.Any{
 		&expr.Meta{Key: expr.MetaKeyNFPROTO, Register: spare()},
@@ -210,7 +211,8 @@ func (f family) is() []expr.Any {
 	}
 }
 
-// load loads the protocol and the port of a packet into registers.
+// load returns the expressions that load the protocol and the destination port of a packet into the registers from
+// first on.
 func load(first uint32) []expr.Any {
 	return []expr.Any{
 		&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: register(first)},
@@ -218,7 +220,8 @@ func load(first uint32) []expr.Any {
 	}
 }
 
-// destination loads where a packet goes: address, protocol, port. A node port has the address 0.
+// destination returns the expressions that load where a packet goes: address, protocol, port. With nodePort, the
+// address is 0.
 func (f family) destination(first uint32, nodePort bool) []expr.Any {
 	var addr expr.Any = &expr.Payload{DestRegister: register(first), Base: expr.PayloadBaseNetworkHeader,
 		Offset: f.offset, Len: f.size}
@@ -228,13 +231,14 @@ func (f family) destination(first uint32, nodePort bool) []expr.Any {
 	return append([]expr.Any{addr}, load(first+f.words())...)
 }
 
-// caller loads where a packet comes from.
+// caller returns the expressions that load the source address of a packet.
 func (f family) caller(first uint32) []expr.Any {
 	return []expr.Any{&expr.Payload{DestRegister: register(first), Base: expr.PayloadBaseNetworkHeader,
 		Offset: f.source, Len: f.size}}
 }
 
-// isLocal is: fib daddr type local, and not loopback; or fib saddr type local.
+// isLocal returns the expressions of nft's "fib daddr type local", without loopback. With source, they are those of
+// "fib saddr type local".
 func (f family) isLocal(source bool) []expr.Any {
 	const local = 2 // RTN_LOCAL of linux/rtnetlink.h
 	all := []expr.Any{
@@ -253,7 +257,8 @@ func (f family) isLocal(source bool) []expr.Any {
 		&expr.Cmp{Op: expr.CmpOpNeq, Register: register(0), Data: loopback})
 }
 
-// lookup finds a key. A map of data writes to a register; to is 0 for sets.
+// lookup returns the expression that looks up the key in the registers from first on. If the set is a map of data, to
+// is the register for the data; otherwise to is 0.
 func (k *linux) lookup(kind setKind, f family, first, to uint32) expr.Any {
 	l := &expr.Lookup{SourceRegister: register(first), SetName: k.set(kind, f).Name}
 	if to > 0 {
@@ -262,13 +267,13 @@ func (k *linux) lookup(kind setKind, f family, first, to uint32) expr.Any {
 	return l
 }
 
-// dispatch goes to the chain of a key.
+// dispatch returns the expression that looks up a key and goes to its chain.
 func (k *linux) dispatch(kind setKind, f family, first uint32) expr.Any {
 	return &expr.Lookup{SourceRegister: register(first), SetName: k.set(kind, f).Name,
 		DestRegister: unix.NFT_REG_VERDICT, IsDestRegSet: true}
 }
 
-// toOwn is: dnat to the relay's own address, and the port that is in a register.
+// toOwn returns the expressions of nft's "dnat" to the relay's own address. port is the register that has the port.
 func (f family) toOwn(port uint32) []expr.Any {
 	const addr = 10 // a register that no caller uses
 	return []expr.Any{
@@ -279,7 +284,7 @@ func (f family) toOwn(port uint32) []expr.Any {
 	}
 }
 
-// leavesOwn is the rule that leaves the edge's own packets alone, unless they go to a ClusterIP.
+// leavesOwn returns the rule that ends the chain for the edge's own packets, unless they go to a ClusterIP.
 func (k *linux) leavesOwn(f family) commented {
 	return commented{commentMarked, slices.Concat(f.is(), hasMark(mark, true), []expr.Any{
 		&expr.Payload{DestRegister: register(0), Base: expr.PayloadBaseNetworkHeader, Offset: f.offset, Len: f.size},
@@ -288,9 +293,10 @@ func (k *linux) leavesOwn(f family) commented {
 	})}
 }
 
-// translations are the rules that choose where a connection goes. Beside kube-proxy, they leave the edge's own packets
-// to it. In its place, those of these packets that go to a ClusterIP get endpoints as well, but never the relay: the
-// edge would call itself. Others stay as they are: an external IP that a Service claims may be the cloud's address.
+// translations returns the rules that choose where a connection goes. Beside kube-proxy, the rules leave the edge's own
+// packets to kube-proxy. In place of kube-proxy, the edge's own packets to a ClusterIP go to an endpoint, but never to
+// the relay: the edge would call itself. The edge's other packets stay as they are: an external IP that a Service
+// claims may be the cloud's address.
 func (k *linux) translations() (all []commented) {
 	var notOwn []expr.Any
 	if k.full {
@@ -324,11 +330,11 @@ func (k *linux) translations() (all []commented) {
 	return all
 }
 
-// masquerades are the rules after routing.
+// masquerades returns the rules that run after routing and masquerade connections.
 func (k *linux) masquerades() (all []commented) {
 	if k.full {
 		all = append(all, commented{"callers elsewhere",
-			// Without the mark: if the node wraps the packet, nobody masquerades that once more.
+
 			slices.Concat(hasMark(markMasquerade, true), clearMark(markMasquerade),
 				[]expr.Any{&expr.Masq{FullyRandom: true}})})
 	}
@@ -349,7 +355,7 @@ func (k *linux) masquerades() (all []commented) {
 	return all
 }
 
-// refusals are the rules for connections that no endpoint gets.
+// refusals returns the rules for connections that no endpoint gets.
 func (k *linux) refusals(at *nftables.ChainHook) (all []commented) {
 	const isNew = 1 << 3 // NF_CT_STATE_BIT(IP_CT_NEW) of linux/netfilter/nf_conntrack_common.h
 	fresh := []expr.Any{
@@ -378,7 +384,7 @@ func (k *linux) refusals(at *nftables.ChainHook) (all []commented) {
 	return all
 }
 
-// to is: goto a chain.
+// to returns the expression of nft's "goto" to a chain.
 func (k *linux) to(c chain) expr.Any {
 	return &expr.Verdict{Kind: expr.VerdictGoto, Chain: k.nameOf(c)}
 }
@@ -396,7 +402,7 @@ func (k *linux) rulesOf(c chain) [][]expr.Any {
 	if c.masquerade {
 		marked = setMark(markMasquerade)
 	}
-	// choose loads the endpoint that has one of the indexes after the destination, which begins at first.
+	// choose loads a random endpoint into the registers after the destination, which begins at first.
 	choose := func(first uint32) []expr.Any {
 		index := &expr.Numgen{Register: register(first + w + 2), Type: unix.NFT_NG_RANDOM,
 			Modulus: uint32(c.n)} //nolint:gosec // endpoints are fewer
@@ -431,7 +437,7 @@ func (k *linux) rulesOf(c chain) [][]expr.Any {
 			return d
 		}
 		key := slices.Concat(f.caller(0), f.destination(w, c.node))
-		// The endpoint of before, if the caller may keep it; else another one, in its place. If the set is full, any.
+
 		return [][]expr.Any{
 			slices.Concat(key, []expr.Any{k.lookup(setAffine, f, 0, end), k.lookup(live, f, w, 0),
 				note(unix.NFT_DYNSET_OP_UPDATE)}, toEnd(end)),
@@ -469,7 +475,7 @@ func (k *linux) rulesOf(c chain) [][]expr.Any {
 	return [][]expr.Any{{&expr.Verdict{Kind: expr.VerdictDrop}}}
 }
 
-// addChain adds a chain that elements lead to, unless the table has it.
+// addChain adds a chain, and the chains that it needs, unless the table has them.
 func (k *linux) addChain(c *nftables.Conn, one chain) {
 	if _, has := k.chains[one]; has {
 		return
@@ -484,17 +490,17 @@ func (k *linux) addChain(c *nftables.Conn, one chain) {
 	}
 }
 
-// perChange is how many elements one transaction of the kernel has at most. What a socket sends at once is bounded.
+// perChange is how many elements one transaction has at most: the kernel bounds what a socket may send at once.
 const perChange = 1500
 
-// program implements kernel. It makes sets and chains beside those in use, fills them, and then has the kernel call the
-// new chains in place of all others.
+// program implements kernel. It makes new sets and chains beside those in use, and fills them. Then it has the kernel
+// call the new chains in place of all others, in one transaction.
 func (k *linux) program(listeners []netip.AddrPort, all rules) error {
 	before := *k
 	k.listeners, k.id = listeners, k.nextID(listeners)
 	err := k.write(all)
 	if errors.Is(err, unix.ENOENT) {
-		err = k.write(all) // a process that stops has removed the table meanwhile
+		err = k.write(all) // a process that stopped has removed the table meanwhile
 	}
 	if errors.Is(err, unix.EOPNOTSUPP) && k.hasAffinity() {
 		k.discardOwn()
@@ -504,7 +510,7 @@ func (k *linux) program(listeners []netip.AddrPort, all rules) error {
 	if err != nil {
 		k.discardOwn()
 		before.programs = k.programs
-		*k = before // the table is still the one of before
+		*k = before // the kernel still has the table from before
 		return withVersion(err)
 	}
 	k.built = len(k.chains)
@@ -521,7 +527,8 @@ func (k *linux) hasAffinity() bool {
 	return false
 }
 
-// discardOwn removes what a call of program has made that has failed. Otherwise each call would leave more.
+// discardOwn removes the chains and sets of a call of program that has failed. Otherwise each failed call would leave
+// more of them.
 func (k *linux) discardOwn() {
 	c, err := nftables.New()
 	if err != nil {
@@ -584,7 +591,7 @@ func (k *linux) write(all rules) error {
 	return nil
 }
 
-// leftovers are the chains and sets of the table that other calls of program have made.
+// leftovers are chains and sets of the table that the kernel no longer needs, or soon will not.
 type leftovers struct {
 	chains []*nftables.Chain
 	sets   []*nftables.Set
@@ -618,7 +625,8 @@ func (k *linux) having(c *nftables.Conn, match func(name string) bool) (l leftov
 	return l, nil
 }
 
-// discard removes chains and sets that the kernel does not call. What leads to others goes first.
+// discard removes the sets, and the chains that the kernel does not call itself. Rules and elements that refer to a
+// chain go before that chain.
 func (k *linux) discard(c *nftables.Conn, l leftovers) error {
 	var plain []*nftables.Chain
 	for _, chain := range l.chains {
@@ -633,8 +641,8 @@ func (k *linux) discard(c *nftables.Conn, l leftovers) error {
 	)
 }
 
-// inTransactions adds a message for each of some objects. The kernel acknowledges each message, so that a transaction
-// of too many fills the buffer of the socket.
+// inTransactions calls add for each object, in several transactions. The kernel acknowledges each message, so too many
+// messages in one transaction would fill the socket's buffer.
 func inTransactions[T any](k *linux, c *nftables.Conn, all []T, add func(T)) (err error) {
 	const most = 100
 	for some := range slices.Chunk(all, most) {
@@ -646,7 +654,8 @@ func inTransactions[T any](k *linux, c *nftables.Conn, all []T, add func(T)) (er
 	return err
 }
 
-// keepAffinity has callers keep the endpoints that sets of another process say.
+// keepAffinity copies the endpoints of callers from the sets of earlier calls and processes, so that callers keep their
+// endpoints.
 func (k *linux) keepAffinity(c *nftables.Conn, others leftovers) error {
 	if k.dns {
 		return nil
@@ -691,8 +700,8 @@ func (k *linux) flush(c *nftables.Conn) error {
 	return nil
 }
 
-// maxSpareChains is how many chains the table may have gained since program, beside as many as it had. No chain goes
-// before the table is written again.
+// maxSpareChains bounds the chains that changes add: the table may have twice as many chains as program made, and
+// maxSpareChains more. A chain that is no longer used stays until program writes the table again.
 const maxSpareChains = 1000
 
 // change implements kernel.
@@ -707,7 +716,8 @@ func (k *linux) change(before, after rules) error {
 	return k.changeElements(c, before, after)
 }
 
-// changeElements makes the elements of some rules those of others. Small changes are one transaction.
+// changeElements changes the elements of the table from the rules before to the rules after. A small change is one
+// transaction.
 func (k *linux) changeElements(c *nftables.Conn, before, after rules) error {
 	s := stepsOf(before, after)
 	b := &writer{k: k, conn: c}
@@ -723,7 +733,7 @@ func (k *linux) changeElements(c *nftables.Conn, before, after rules) error {
 				return err
 			}
 		}
-		if err := b.messages(); err != nil { // those of the next step are later ones
+		if err := b.messages(); err != nil { // the messages of the next step come after these
 			return err
 		}
 	}
@@ -736,16 +746,16 @@ type writer struct {
 	conn  *nftables.Conn
 	gone  []pending
 	add   []pending
-	count int // of elements since the last transaction
+	count int // elements since the last transaction
 }
 
-// pending is an element that no message has yet.
+// pending is an element for which writer has made no message yet.
 type pending struct {
 	*element
 	family family
 }
 
-// write adds a change to the transaction, unless its family has no listener.
+// write adds a change to the next transaction. It skips families without a listener.
 func (b *writer) write(one change) error {
 	f := familyOf(one.at.Addr())
 	if !slices.ContainsFunc(b.k.listeners, func(l netip.AddrPort) bool { return l.Addr() == f.own }) {
@@ -768,7 +778,7 @@ func (b *writer) write(one change) error {
 // perMessage is how many elements one message has at most: the length of an attribute has 16 bits.
 const perMessage = 400
 
-// messages adds the messages for the changes so far: elements go before others come in their place.
+// messages makes the messages for the changes so far. An element goes before another one comes in its place.
 func (b *writer) messages() error {
 	for _, step := range []struct {
 		all   []pending
@@ -812,7 +822,8 @@ func (b *writer) flush() error {
 	return b.k.flush(b.conn)
 }
 
-// clear implements kernel. Each set is a transaction of its own: one may be missing.
+// clear implements kernel. It clears each set in a transaction of its own, so that a missing set does not stop the
+// others.
 func (k *linux) clear() error {
 	c, err := nftables.New()
 	if err != nil {
@@ -820,7 +831,7 @@ func (k *linux) clear() error {
 	}
 	var errs []error
 	flush := func() {
-		// It is missing if the next process has made the table anew.
+		// The set or chain is missing if the next process has made the table anew.
 		if err := k.flush(c); err != nil && !errors.Is(err, unix.ENOENT) {
 			errs = append(errs, err)
 		}
@@ -862,8 +873,8 @@ func (k *linux) intact() bool {
 	return true
 }
 
-// remove implements kernel. The process after this one may have made the chains of the table its own, or be about to.
-// Then this one removes nothing of it.
+// remove implements kernel. If the next process of the edge uses the table already, or is about to, the table stays,
+// and remove removes only the chains and sets of this process.
 func (k *linux) remove() error {
 	if k.listeners == nil || k.full {
 		return nil
