@@ -42,7 +42,7 @@ type door struct {
 	relay *Relay                  // set once
 	fail  context.CancelCauseFunc // ends Relay.Run; set once
 
-	ctx     context.Context    //nolint:containedctx // of the conns: it ends later than the context of Run, see tunnel.Grace
+	ctx     context.Context    //nolint:containedctx // of the conns; it outlives the context of Run, see tunnel.Grace
 	serving context.Context    //nolint:containedctx // of the listeners and sockets: no flow begins after its end
 	stop    context.CancelFunc // ends serving
 

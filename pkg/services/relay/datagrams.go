@@ -14,7 +14,8 @@ import (
 	"tunnel.example/tunnel/pkg/udp"
 )
 
-// forward passes the datagrams of a socket to endpoints, until serving and the flows have ended.
+// forward passes the datagrams that arrive at a socket to endpoints. serving ends the socket, conns ends the flows;
+// forward returns after both.
 func (r *Relay) forward(serving, conns context.Context, socket *net.UDPConn) error {
 	local := unmapped(socket.LocalAddr().(*net.UDPAddr).AddrPort()) //nolint:forcetypeassert // it is a UDP socket
 	f := udp.NewForwarder(conns, socket, &router{r, local}, udp.Config{
@@ -31,14 +32,14 @@ type router struct {
 
 var _ udp.Router = (*router)(nil)
 
-// Route implements udp.Router. A flow keeps its endpoint while the rules of Kubernetes permit that one.
+// Route implements udp.Router. A flow keeps its endpoint as long as Kubernetes permits that endpoint.
 func (o *router) Route(caller netip.AddrPort, had string) (target string, why udp.Reason, ok bool) {
 	r := o.relay
 	from := caller.Addr().Unmap()
 	to, err := r.kernel.destination(unmapped(caller), o.local)
 	switch {
 	case errors.Is(err, errUntracked), err == nil && to == o.local:
-		return "", udp.DropDenied, false // somebody has sent to the relay itself
+		return "", udp.DropDenied, false // the kernel did not redirect it: a program sent to the relay's own address
 	case err != nil:
 		if n, log := r.warnFail.Allow(); log {
 			r.log.Warn("a datagram to a Service is dropped", "caller", caller, "err", err, "skipped", n)
@@ -65,7 +66,7 @@ func (o *router) Route(caller netip.AddrPort, had string) (target string, why ud
 	return next.target(), 0, true
 }
 
-// datagramTimeout bounds the dial of a conn for datagrams. Meanwhile the datagrams of its flows wait or are dropped.
+// datagramTimeout bounds the dial of a conn for datagrams. During the dial, the conn's datagrams wait or are dropped.
 const datagramTimeout = 5 * time.Second
 
 // Dial implements udp.Router.
@@ -101,7 +102,7 @@ func (r *Relay) dialDatagrams(ctx context.Context, target string) (net.Conn, err
 	return r.direct.Open(ctx, tunnel.Request{Category: name, Network: tunnel.NetworkUDP, Addr: at.String()})
 }
 
-// anyTarget permits all targets: the relay has chosen them.
+// anyTarget permits all targets, since the relay itself has chosen them.
 type anyTarget struct{}
 
 // DialUDP implements udp.Policy.
@@ -116,7 +117,8 @@ func (anyTarget) DialUDP(ctx context.Context, addr string, _ func(netip.AddrPort
 	return c.(*net.UDPConn), nil //nolint:forcetypeassert // it dials by "udp"
 }
 
-// ownTargets permits the endpoints of this node. A conn may live longer than its endpoint: then no flow is opened.
+// ownTargets permits the endpoints on this node. A conn may live longer than its endpoint; then ownTargets refuses new
+// flows.
 type ownTargets struct {
 	policy udp.Policy
 	relay  *Relay
@@ -133,16 +135,16 @@ func (o ownTargets) DialUDP(
 	return o.policy.DialUDP(ctx, addr, refusedAt)
 }
 
-// owns reports whether this node has an endpoint.
+// owns reports whether the endpoint at is on this node.
 func (r *Relay) owns(at address) bool {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
 	_, own := r.plan.own[at]
-	return own && !r.state.IsClusterIP(at.Addr()) // a Service may have got it later than the endpoint
+	return own && !r.state.IsClusterIP(at.Addr()) // the address may have become a ClusterIP after the plan was made
 }
 
 const (
-	// avoidTime is how long new flows avoid an endpoint that could not be reached, if there is another one.
+	// avoidTime is how long new flows avoid an endpoint that could not be reached, if the Service has another one.
 	avoidTime = 10 * time.Second
 	// maxFailures bounds the endpoints that are avoided.
 	maxFailures = 1 << 10

@@ -15,24 +15,24 @@ import (
 	"tunnel.example/tunnel/pkg/services/names"
 )
 
-// DNS is a server for the queries of pods. It gets its answers from Relay.Resolve.
+// DNS answers DNS queries of pods. It gets the answers from Relay.Resolve.
 type DNS interface {
-	// Open opens sockets for UDP and TCP with one port. Port 0: the kernel chooses it.
+	// Open opens a socket for UDP and a listener for TCP with the same port. Port 0: the kernel chooses the port.
 	Open(ctx context.Context, addr string) (*net.UDPConn, net.Listener, error)
-	// Serve answers queries until ctx is done, and closes the sockets.
+	// Serve answers queries until ctx is done. Then it closes both.
 	Serve(ctx context.Context, udp *net.UDPConn, tcp net.Listener) error
 }
 
-// resolver has the kernel redirect queries for the cluster's DNS to a server of this process. The goroutine of
-// Relay.serveDNS owns it.
+// resolver redirects queries for the cluster's DNS to a DNS server of this process. The goroutine of Relay.serveDNS
+// owns it.
 type resolver struct {
 	relay *Relay          // set once
-	ctx   context.Context //nolint:containedctx // of the servers: they end after the redirects
+	ctx   context.Context //nolint:containedctx // of the servers, which end after the redirects
 	end   context.CancelFunc
-	fail  context.CancelCauseFunc // ends Relay.Run
+	fail  context.CancelCauseFunc // makes Relay.Run end
 
 	listeners  []netip.AddrPort
-	programmed rules // what the kernel redirects; nil: not known
+	programmed rules // the redirects that the kernel has; nil: not known
 	serving    sync.WaitGroup
 }
 
@@ -44,15 +44,15 @@ func newZone(cfg Config) *names.Zone {
 	return names.NewZone(cfg.Domain)
 }
 
-// Resolve answers a question by the state. nil: the name is none of the cluster.
+// Resolve answers a question from the state. nil: the name is not in the cluster's zone.
 func (r *Relay) Resolve(q dns.Question) *dns.Msg {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
 	return r.zone.Answer(r.state, q)
 }
 
-// ServesDNS reports whether addr is an address at which this edge answers in place of the cluster's DNS. A query that
-// the edge sends there would come back.
+// ServesDNS reports whether this edge answers in place of the cluster's DNS at addr. A query that the edge itself sends
+// to such an address would come back to it.
 func (r *Relay) ServesDNS(addr netip.Addr) bool {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
@@ -64,8 +64,8 @@ func (r *Relay) ServesDNS(addr netip.Addr) bool {
 	return addr.Unmap() == addr4 || addr == addr6
 }
 
-// serveDNS keeps the redirects of queries as the plan says until ctx is done. Then nothing is redirected any more, and
-// the servers end. If a server fails, it calls fail.
+// serveDNS keeps the redirects of queries as the plan says until ctx is done. Then it removes the redirects and ends
+// the servers. If a server fails, serveDNS calls fail.
 func (r *Relay) serveDNS(ctx context.Context, fail context.CancelCauseFunc) {
 	d := &resolver{relay: r, fail: fail}
 	d.ctx, d.end = context.WithCancel(context.WithoutCancel(ctx))
@@ -90,12 +90,12 @@ func (r *Relay) serveDNS(ctx context.Context, fail context.CancelCauseFunc) {
 	}
 }
 
-// errNoDNS says that there is nothing to redirect.
+// errNoDNS says that the state has no Service whose queries the edge could answer.
 var errNoDNS = errors.New("dns = true: the cloud has told of no Service for DNS: it needs a ClusterIP, port 53, " +
 	"the namespace kube-system, and the name kube-dns or the label k8s-app=kube-dns; " +
 	"see also namespaces in [mode.cloud.services]")
 
-// program has the kernel redirect what is wanted.
+// program makes the kernel redirect queries to the addresses in want.
 func (d *resolver) program(want addresses) error {
 	if len(want)+len(d.programmed) > 0 {
 		if err := d.open(); err != nil {
@@ -113,7 +113,7 @@ func (d *resolver) program(want addresses) error {
 	return nil
 }
 
-// rules returns where the kernel sends queries.
+// rules returns the rules that redirect queries to the servers of this process.
 func (d *resolver) rules(want addresses) rules {
 	all := make(rules)
 	for at := range want {
@@ -128,7 +128,7 @@ func (d *resolver) rules(want addresses) rules {
 	return all
 }
 
-// open opens a server on each of the relay's own addresses. It does nothing if it did so before.
+// open opens a server on each of the relay's own addresses. It skips an address that has a server already.
 func (d *resolver) open() error {
 	addrs, err := d.relay.dnsKernel.open()
 	if err != nil {
@@ -152,7 +152,7 @@ func (d *resolver) open() error {
 	return nil
 }
 
-// close has the kernel redirect nothing more, and ends the servers.
+// close removes the redirects, and ends the servers.
 func (d *resolver) close() {
 	if err := d.relay.dnsKernel.remove(); err != nil {
 		d.relay.log.Warn("the redirect of DNS cannot be removed", "err", err)
@@ -164,7 +164,7 @@ func (d *resolver) close() {
 	d.serving.Wait()
 }
 
-// noteDNS keeps why names are not answered; nil: they are.
+// noteDNS stores why queries for names are not answered; nil: they are.
 func (r *Relay) noteDNS(err error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

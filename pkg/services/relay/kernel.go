@@ -10,14 +10,14 @@ import (
 	"strings"
 )
 
-// address is a port of a Service at one of its addresses, or of an endpoint. It also names what rules are for that are
-// no port of a Service, see kind.
+// address is a port of a Service at one of its addresses, or a port of an endpoint. For rules about an address alone,
+// it has a text in place of the protocol, such as aboutClusterIP.
 type address struct {
 	netip.AddrPort
 	protocol string
 }
 
-// The protocols, as the state names them. The relay does not serve SCTP.
+// The protocols, as the state names them. Rules may lead SCTP to endpoints; the relay serves only TCP and UDP.
 const (
 	protocolTCP  = "TCP"
 	protocolUDP  = "UDP"
@@ -39,42 +39,45 @@ func (a addresses) sorted() []netip.AddrPort {
 	return slices.SortedFunc(maps.Keys(a), netip.AddrPort.Compare)
 }
 
-// errUntracked says that the kernel knows no flow of a datagram.
+// errUntracked says that the kernel has no conntrack entry for a datagram.
 var errUntracked = errors.New("the kernel does not know where the datagram was sent to")
 
-// errKubeProxy says that rules of kube-proxy are there.
+// errKubeProxy says that rules of kube-proxy are on this node, so that the edge must not write its own.
 var errKubeProxy = errors.New("mode = \"full\" takes the place of kube-proxy, but its rules are on this node")
 
 // kernel is what the relay needs of the operating system.
 type kernel interface {
-	// open adds the relay's own addresses to the machine, and returns them: of IPv4, and of IPv6 if the machine has it.
+	// open adds the relay's own addresses to the machine, and returns them: one of IPv4, and one of IPv6 if the machine
+	// has IPv6.
 	open() ([]netip.Addr, error)
-	// refused returns why there must be no rules now: kube-proxy's are there, whose place they take. nil: there may be.
-	// Rules of kube-proxy are errKubeProxy.
+	// refused returns why the edge must not write rules now; nil: it may. If rules of kube-proxy are on the node, and the
+	// edge would take its place, the error is errKubeProxy.
 	refused() error
-	// removeLeft removes the table of a process that does not run any more.
+	// removeLeft removes the table of another process that no longer runs.
 	removeLeft(log *slog.Logger)
-	// program makes the table anew, with these rules. Where the table was before, no packet meets a moment without one.
-	// listeners are those of TCP. They tell the table from that of another process. Rules of a family without listener are
-	// left out.
+	// program replaces the whole table by one with these rules. Between the old table and the new one, no packet meets a
+	// moment without a table. listeners are the relay's TCP listeners; their ports distinguish this table from that of
+	// another process. Rules of a family without a listener are left out.
 	program(listeners []netip.AddrPort, all rules) error
-	// change makes some rules of the table others. before are those that end or change, after is what they should be.
+	// change changes some rules of the table. before are the rules that end or change, and after are the rules that come
+	// in their place.
 	change(before, after rules) error
-	// forget ends the translation of datagrams to the addresses of before and after by which they lead elsewhere than
-	// after says. Of addresses that after lacks, it ends that to where before has led. It is the same with connections of
-	// TCP that have had no answer yet; others go on. The kernel decides by the table again for the next packet of each
-	// caller.
+	// forget removes conntrack entries of UDP flows to addresses of before and after. It removes an entry if after would
+	// send the flow elsewhere. For an address that after lacks, it removes the entries that lead where before led. Entries
+	// of TCP connections without an answer so far are removed in the same way; other TCP connections continue. The next
+	// packet of each caller then follows the table.
 	forget(before, after rules) error
-	// clear has the table send nothing to the relay any more. Without the table that program has made it does nothing.
+	// clear stops all redirects to the relay. It does nothing if the table that program made is gone.
 	clear() error
-	// intact reports whether the table is as program has made it, apart from the elements of its sets.
+	// intact reports whether the table is as program made it. It does not look at elements of sets.
 	intact() bool
-	// remove removes the table, if it is the one that program has made. In place of kube-proxy, the table stays: endpoints
-	// that the node reaches by itself go on without the edge.
+	// remove removes the table that program made. In place of kube-proxy, the table stays: connections to endpoints that
+	// the node reaches by itself continue without the edge.
 	remove() error
-	// original returns where the caller of a redirected connection has connected to.
+	// original returns the address that the caller of a redirected connection dialled.
 	original(c net.Conn) (netip.AddrPort, error)
-	// destination returns where a caller has sent a datagram to that was redirected to the socket at local. If it is
-	// local, the datagram was not redirected. The error errUntracked means that the kernel does not know the datagram.
+	// destination returns the address to which a caller sent a datagram that arrived at the socket local. If destination
+	// returns local, the kernel did not redirect the datagram. The error errUntracked means that the kernel does not know
+	// the datagram.
 	destination(caller, local netip.AddrPort) (netip.AddrPort, error)
 }

@@ -30,8 +30,8 @@ type plan struct {
 // part is what one Service adds to a plan.
 type part struct {
 	frontends  []frontend
-	clusterIPs []netip.Addr // whose other ports the kernel refuses
-	hairpins   []netip.Addr // of endpoints on this node that may call themselves
+	clusterIPs []netip.Addr // ClusterIPs: the kernel refuses their other ports
+	hairpins   []netip.Addr // addresses of endpoints on this node that may call themselves
 	own        []address
 	dns        []netip.AddrPort
 }
@@ -46,14 +46,14 @@ type frontend struct {
 	rule     rule
 }
 
-// planner makes plans.
+// planner makes plans and keeps them current. It has what a plan depends on beside the state.
 type planner struct {
 	node   string
 	direct []netip.Prefix // networks that the node reaches by itself
 	full   bool           // the edge serves all Services, in place of kube-proxy
 }
 
-// plan returns what the node has to do, by its state.
+// plan returns a new plan for a state.
 func (n planner) plan(s *services.State) plan {
 	parts := make(map[services.Path]part)
 	for path, service := range s.Services() {
@@ -183,7 +183,7 @@ func (n planner) part(s *services.State, path services.Path, service *services.S
 	return p
 }
 
-// rule returns what the kernel has to do with packets to a frontend. ok is false if kube-proxy serves it.
+// rule returns what the kernel has to do with packets to a frontend. ok is false if kube-proxy serves the frontend.
 func (n planner) rule(s *services.State, f frontend, endpoints []services.Named) (r rule, ok bool) {
 	self := n.self(s)
 	if !n.full {
@@ -209,9 +209,9 @@ func (n planner) rule(s *services.State, f frontend, endpoints []services.Named)
 	return r, true
 }
 
-// rule returns what the kernel has to do with packets to a frontend that has these ways. kube-proxy tries endpoints
-// that nobody reaches, and so does the kernel if there are no others. anywhere: the frontend has usable endpoints on
-// some node.
+// rule returns what the kernel has to do with packets to a frontend with these ways. anywhere says that the frontend
+// has usable endpoints on some node. As kube-proxy does, the kernel tries endpoints of which nobody knows a way, if
+// there are no others.
 func (w ways) rule(f frontend, anywhere bool) rule {
 	r := rule{sticky: f.service.GetAffinitySeconds(), masquerade: f.external}
 	direct := w.direct
@@ -226,7 +226,7 @@ func (w ways) rule(f frontend, anywhere bool) rule {
 		}
 		slices.SortFunc(r.ends, netip.AddrPort.Compare)
 	case len(w.far) > 0:
-		r.kind, r.sticky, r.masquerade = toRelay, 0, false // the relay does it
+		r.kind, r.sticky, r.masquerade = toRelay, 0, false // the relay itself keeps the endpoints of callers
 	case anywhere && len(w.none) == 0:
 		r = rule{kind: toDrop}
 	default:
@@ -235,7 +235,7 @@ func (w ways) rule(f frontend, anywhere bool) rule {
 	return r
 }
 
-// hairpins returns which of these ends are pods of this node.
+// hairpins returns which endpoints in the lists are pods of this node.
 func (n planner) hairpins(s *services.State, endpoints []services.Named, lists ...[]netip.AddrPort) (all []netip.Addr) {
 	ours := make(map[netip.Addr]struct{})
 	for _, e := range endpoints {
@@ -245,7 +245,7 @@ func (n planner) hairpins(s *services.State, endpoints []services.Named, lists .
 	}
 	for _, text := range s.Node(n.node).GetInternalIps() {
 		if addr, err := netip.ParseAddr(text); err == nil {
-			delete(ours, addr.Unmap()) // loopback leads to it
+			delete(ours, addr.Unmap()) // a connection of the node to itself needs no masquerading: loopback leads to it
 		}
 	}
 	for _, list := range lists {
@@ -262,18 +262,18 @@ func (n planner) self(s *services.State) services.Self {
 	return services.Self{Node: n.node, Zone: s.Node(n.node).GetZone()}
 }
 
-// addressOf returns the address of an endpoint. ok is false if it can be the address of no endpoint: Kubernetes takes a
-// ClusterIP in an EndpointSlice, and a connection to it would come back to the relay.
+// addressOf returns the address of an endpoint. ok is false if no endpoint can have that address. A ClusterIP is such
+// an address, which Kubernetes permits in an EndpointSlice: a connection to it would come back to the relay.
 func addressOf(s *services.State, e *services.Endpoint) (addr netip.Addr, ok bool) {
 	addr, err := netip.ParseAddr(e.GetAddress())
 	addr = addr.Unmap()
 	return addr, err == nil && addr.IsGlobalUnicast() && !s.IsClusterIP(addr)
 }
 
-// dnsPort is where clients ask DNS servers.
+// dnsPort is the port of DNS servers.
 const dnsPort = 53
 
-// queryAddresses returns where pods ask a Service that is the cluster's DNS.
+// queryAddresses returns the addresses at which pods ask a Service that is the cluster's DNS.
 func queryAddresses(service *services.Service) (all []netip.AddrPort) {
 	for _, text := range service.GetClusterIps() {
 		addr, err := netip.ParseAddr(text)
@@ -285,8 +285,8 @@ func queryAddresses(service *services.Service) (all []netip.AddrPort) {
 	return all
 }
 
-// mayRedirect reports whether an address can be a ClusterIP. A network of Services has no other addresses, and others
-// would cut the node off.
+// mayRedirect reports whether an address can be a ClusterIP. Rules for any other address, such as loopback, would cut
+// off the node.
 func mayRedirect(addr netip.Addr) bool { return addr.IsGlobalUnicast() && addr != addr6 }
 
 func number(p *services.Port) (uint16, bool) {
@@ -354,7 +354,7 @@ func (n planner) frontends(path services.Path, service *services.Service) func(y
 	}
 }
 
-// way is an endpoint that a connection may use.
+// way is an endpoint that a connection may use, with port and protocol.
 type way struct {
 	services.Named
 	port     uint16
@@ -363,11 +363,11 @@ type way struct {
 
 // address returns where the endpoint listens.
 func (w way) address() netip.AddrPort {
-	addr, _ := netip.ParseAddr(w.GetAddress()) // the state has no others
+	addr, _ := netip.ParseAddr(w.GetAddress()) // the state has only endpoints whose address can be parsed
 	return netip.AddrPortFrom(addr.Unmap(), w.port)
 }
 
-// target returns what the edge asks the cloud for.
+// target returns the endpoint as the edge names it to the cloud.
 func (w way) target() string {
 	return services.Target{Endpoint: w.Path, Protocol: w.protocol, Port: w.port}.String()
 }
@@ -375,19 +375,21 @@ func (w way) target() string {
 // ways are the endpoints that connections to a frontend may use.
 type ways struct {
 	direct []way // this node reaches them by itself
-	far    []way // the cloud reaches them
-	none   []way // nobody does
-	// unreached are those of none that may be endpoints. Packets may get there by ways that the edge does not know.
+	far    []way // the tunnel leads to them
+	none   []way // the edge knows no way to them
+	// unreached are the ways of none whose address an endpoint may have. Packets may get there by routes that the edge
+	// does not know.
 	unreached []way
 }
 
-// relayed reports whether the relay serves the frontend. kube-proxy does not know which endpoints are out of reach, and
-// would send its share of the connections to each of them.
+// relayed reports whether this edge serves the frontend: one endpoint is out of reach for kube-proxy, and the node or
+// the tunnel reaches another one. kube-proxy does not know which endpoints it cannot reach, and would send connections
+// to all of them.
 func (w ways) relayed() bool {
 	return len(w.far)+len(w.none) > 0 && len(w.direct)+len(w.far) > 0
 }
 
-// ways returns the ways of a frontend to some endpoints of its Service.
+// ways sorts endpoints of a frontend's Service by the way that leads to them.
 func (n planner) ways(s *services.State, f frontend, endpoints []services.Named) (w ways) {
 	for _, e := range endpoints {
 		one := way{e, services.TargetPort(e.Endpoint, f.port), f.at.protocol}
@@ -407,7 +409,7 @@ func (n planner) ways(s *services.State, f frontend, endpoints []services.Named)
 	return w
 }
 
-// chosen returns the endpoints that Kubernetes' rules permit for connections of this node and its pods to a frontend.
+// chosen returns the endpoints that Kubernetes permits for connections of this node and its pods to a frontend.
 func chosen(f frontend, endpoints []services.Named, self services.Self) []services.Named {
 	return listOf(f, services.Choose(f.service, f.port, f.at.Addr(), endpoints, self))
 }

@@ -334,7 +334,7 @@ func (k *linux) translations() (all []commented) {
 func (k *linux) masquerades() (all []commented) {
 	if k.full {
 		all = append(all, commented{"callers elsewhere",
-
+			// Without the mark afterwards: if the node encapsulates the packet, the outer packet is not masqueraded, too.
 			slices.Concat(hasMark(markMasquerade, true), clearMark(markMasquerade),
 				[]expr.Any{&expr.Masq{FullyRandom: true}})})
 	}
@@ -437,7 +437,8 @@ func (k *linux) rulesOf(c chain) [][]expr.Any {
 			return d
 		}
 		key := slices.Concat(f.caller(0), f.destination(w, c.node))
-
+		// 1: the caller keeps its endpoint, if that is still live. 2: the caller gets another endpoint, and the set
+		// remembers it. 3: the set is full, so the connection gets any endpoint.
 		return [][]expr.Any{
 			slices.Concat(key, []expr.Any{k.lookup(setAffine, f, 0, end), k.lookup(live, f, w, 0),
 				note(unix.NFT_DYNSET_OP_UPDATE)}, toEnd(end)),
