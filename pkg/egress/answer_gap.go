@@ -18,7 +18,7 @@ type answerGap struct {
 	once       sync.Once     // closes callerRead
 }
 
-// answerGapTime is how long to wait for a caller that sends nothing.
+// answerGapTime is how long the target's first bytes wait if the caller sends nothing.
 const answerGapTime = 20 * time.Millisecond
 
 func newAnswerGap() answerGap { return answerGap{callerRead: make(chan struct{})} }

@@ -111,7 +111,7 @@ func (c *chooser) run(ctx context.Context, guard func(what string, do func() err
 var errNoNode = errors.New("No agent available") //nolint:staticcheck // Konnectivity's server writes the capital letter
 
 // candidates returns the connected nodes that a strategy finds, in random order. If nodes declare the
-// address, and none of these nodes is connected, it returns them as away.
+// address but none of them is connected, candidates returns these nodes in away.
 func (c *chooser) candidates(t *table, s Strategy, host string) (connected, away []tunnel.NodeName) {
 	var found []tunnel.NodeName
 	switch s {
@@ -159,8 +159,8 @@ func (c *chooser) contenders(t *table, host string) (nodes []tunnel.NodeName) {
 	return nodes
 }
 
-// refused returns the nodes, sorted, that claim a name without a right to it, if no node owns the name. A
-// dial to such a name fails, rather than reach an unexpected machine.
+// refused returns the nodes, sorted, that claim the name host although they may not have it. It returns none if
+// a node owns the name. A dial to such a name fails, because the caller could reach an unexpected machine.
 func (c *chooser) refused(t *table, host string) []tunnel.NodeName {
 	if !slices.Contains(c.rules.Load().strategies, DestHost) || len(t.host(host)) > 0 {
 		return nil
@@ -172,13 +172,13 @@ func (c *chooser) refused(t *table, host string) []tunnel.NodeName {
 //
 // The strategies are tried in order, and the connected nodes that each finds in random order. A node that
 // cannot serve now (mayRetryElsewhere) passes the dial on to the next. Any other answer is final. If all
-// tried nodes are at a limit, the dial waits at the first of them, unless it must not.
+// tried nodes are at a limit, the dial waits at the first of them, unless whenFull is noWait.
 //
 // If a connected node declares the address, fallback strategies are skipped, unless that node has
 // just left. Private addresses are used more than once, so another node might reach a different
-// machine, or answer with its own policy. If every node is known, the strategies after the first that
-// finds an owner are skipped, even while the owner is not connected. If every node is known, an
-// address that two nodes claim is refused, too.
+// machine, or answer with its own policy. If every node of the cluster is known (allNodesKnown), two more
+// rules apply. After the first strategy that finds an owner, no other strategy is tried, even while the
+// owner is not connected. And a dial to an address that two nodes claim is refused.
 //
 // o.node gets the node that was asked last.
 func (c *chooser) dial(ctx context.Context, addr string, o *opening, whenFull patience) (net.Conn, error) {
@@ -239,8 +239,8 @@ const (
 	noWait patience = false // it fails
 )
 
-// refuseClaims returns the refusal of a dial to a host that two nodes claim, or that a node claims without
-// a right to it; nil if the host may be dialled.
+// refuseClaims returns the refusal of a dial to a host that two nodes claim, or that only a node claims which
+// may not have the host. It returns nil if the host may be dialled.
 func (c *chooser) refuseClaims(t *table, host string) error {
 	if nodes := c.contenders(t, host); nodes != nil {
 		return tunnel.Refusef(tunnel.Denied, "nodes %s and %s both claim %s "+
@@ -263,7 +263,7 @@ type attempt struct {
 	allNodesKnown bool // see chooser; set once
 
 	ownerKnown bool              // a node owns the address for certain: no fallbacks
-	away       []tunnel.NodeName // owners that are not connected, by the first strategy that has some
+	away       []tunnel.NodeName // owners that are not connected, from the first strategy that found any
 	full       *tunnel.Request   // the first request that a limit has refused; nil: none
 	last       error             // the answer to the caller if no node serves the dial
 }
@@ -271,8 +271,8 @@ type attempt struct {
 // skips reports whether strategy s is left out because a node owns the address.
 func (a *attempt) skips(s Strategy) bool { return a.ownerKnown && (a.allNodesKnown || s.fallback()) }
 
-// ownersAway notes the owners of the address that a strategy has found and that are not connected.
-// Only the first strategy that finds some counts.
+// ownersAway notes owners of the address that are not connected, as a strategy has found them. Owners from
+// later strategies do not count.
 func (a *attempt) ownersAway(away []tunnel.NodeName) {
 	if len(a.away) == 0 && !a.ownerKnown {
 		a.away, a.ownerKnown = away, a.allNodesKnown && len(away) > 0
@@ -289,14 +289,14 @@ func (a *attempt) failed(s Strategy, r tunnel.Request, err error) {
 	case code != tunnel.NoSuchNode:
 		a.last = err
 	case r.Node != "" && !slices.Contains(a.away, r.Node):
-		a.away = append(a.away, r.Node) // it has just left
+		a.away = append(a.away, r.Node) // the node has just left
 	}
 	left := code == tunnel.NoSuchNode || code == tunnel.Gone
 	a.ownerKnown = a.ownerKnown || !s.fallback() && (a.allNodesKnown || !left)
 }
 
-// explainAway adds to a failure that the address belongs to nodes that are not connected. The answer of
-// another node alone would mislead.
+// explainAway adds to the error of a dial that the nodes in away own the address and are not connected. Without
+// them, the answer of another node would mislead the caller.
 func explainAway(away []tunnel.NodeName, err error) error {
 	if len(away) == 0 {
 		return err

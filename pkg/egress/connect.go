@@ -109,22 +109,22 @@ func (f *FrontDoor) serveConn(requestCtx, conns context.Context, raw net.Conn, c
 // the request.
 type connectConn struct {
 	net.Conn
-	door     string // doorConnect or doorSOCKS, as the caller speaks; set by request
-	buffered []byte // read before Conn; owned by the reader
+	door     string // doorConnect or doorSOCKS: the caller's protocol; set by request
+	buffered []byte // bytes behind the request, which Read returns first; owned by the reader
 	gap      answerGap
 
-	noHalfClose bool           // the target's conn has no half-close; set before the splice
+	noHalfClose bool           // the target's conn cannot half-close; set before the splice
 	onStop      func()         // see awaitFIN; set before the splice
 	awaiting    sync.WaitGroup // the goroutine of awaitFIN
-	watched     atomic.Bool    // awaitFIN reads the socket; a second reader would block behind it
+	watched     atomic.Bool    // awaitFIN reads the socket: a second reader would block until it ends
 	guard       func(what string, do func() error) error
 }
 
 // errMethod is the refusal of every method but CONNECT.
 var errMethod = errors.New("this proxy only supports CONNECT passthrough")
 
-// request reads a request without its content, and returns the target. The first byte says whether the caller speaks
-// SOCKS5.
+// request reads a request of HTTP or SOCKS5, and returns the target. The first byte tells the protocol. request does
+// not read what follows the request.
 func (c *connectConn) request() (addr string, err error) {
 	limited := &io.LimitedReader{R: c.Conn, N: maxRequest}
 	r := bufio.NewReader(limited)
@@ -158,7 +158,7 @@ func httpRequest(r *bufio.Reader) (addr string, err error) {
 	return req.RequestURI, nil
 }
 
-// dialWhileConnected dials, and gives the dial up when the caller leaves.
+// dialWhileConnected calls dial, and cancels it when the caller closes its connection.
 func (c *connectConn) dialWhileConnected(
 	ctx context.Context, guard func(what string, do func() error) error, dial func(context.Context) (net.Conn, error),
 ) (net.Conn, error) {
@@ -174,8 +174,8 @@ func (c *connectConn) dialWhileConnected(
 		}
 	})
 	target, err := dial(ctx)
-	// The past deadline ends the Read of the goroutine. Bytes that this Read got are kept for
-	// connectConn.Read.
+	// A deadline in the past ends the Read of the goroutine above. The bytes that this Read has got are in
+	// c.buffered, for connectConn.Read.
 	c.SetReadDeadline(time.Unix(1, 0))
 	watching.Wait()
 	c.SetReadDeadline(time.Time{})
@@ -195,7 +195,7 @@ func (c *connectConn) callerName() string {
 func (c *connectConn) accept() error {
 	if c.door == doorSOCKS {
 		_, err := c.Conn.Write(socksAnswer(socksOK))
-		return err // no gap: callers read exactly the answer, since SOCKS5 has no mark at its end
+		return err // no gap: the answer of SOCKS5 has a known length, so callers read no byte behind it
 	}
 	_, err := io.WriteString(c.Conn, "HTTP/1.1 200 Connection Established\r\n\r\n")
 	c.gap.answered = time.Now()
@@ -267,14 +267,14 @@ func (c *connectConn) Read(b []byte) (int, error) {
 	return n, err
 }
 
-// OnStop sets f, to be called when the caller is found to read no more; see awaitFIN.
+// OnStop sets the function that awaitFIN calls when it finds that the caller reads no more.
 func (c *connectConn) OnStop(f func()) { c.onStop = f }
 
 // awaitFIN is called when the caller has ended its direction. Over TLS, a close_notify alone is a
 // half-close: bytes of the target still reach the caller (RFC 8446 section 6.1). A FIN after the
-// close_notify means that the caller has closed the connection, although TCP cannot tell that from a
-// half-close. awaitFIN waits for a FIN if the target's conn has no half-close: that target would
-// otherwise wait for the end of an upload.
+// close_notify counts as a close of the whole connection, although TCP cannot tell a close from a
+// half-close. awaitFIN waits for this FIN only if the target's conn cannot half-close. Without awaitFIN, a
+// target that waits for the end of the caller's bytes would see it only when the idle conn times out.
 func (c *connectConn) awaitFIN() {
 	if _, ok := c.Conn.(*tls.Conn); !ok || !c.noHalfClose || c.onStop == nil {
 		return
@@ -294,7 +294,7 @@ func (c *connectConn) awaitFIN() {
 			return known
 		})
 		if err == nil && ended {
-			//nolint:errcheck // the conn ends later, by its timeout
+			//nolint:errcheck // after a panic, the conn ends later, by its timeout
 			c.guard("the conn is not ended early", func() error { stop(); return nil })
 		}
 	})
@@ -342,10 +342,10 @@ func (c *connectConn) socket() net.Conn {
 	return c.Conn
 }
 
-// SetLinger and SyscallConn are those of the socket. tunnel.Splice uses them for two things: the kernel
-// resets the connection if our process is killed, and a reset by the caller is told from a clean end.
+// SetLinger and SyscallConn give tunnel.Splice access to the socket below TLS. With SetLinger, Splice makes the
+// kernel reset the connection if this process is killed. With SyscallConn, it tells a reset from a clean end.
 
-// SetLinger calls SetLinger of the socket, as a net.TCPConn has it.
+// SetLinger calls SetLinger of the socket, if the socket has this method of net.TCPConn.
 func (c *connectConn) SetLinger(sec int) error {
 	if l, ok := c.socket().(interface{ SetLinger(sec int) error }); ok {
 		return l.SetLinger(sec)

@@ -26,18 +26,18 @@ func NewEdge(policy *auth.Policy, log *slog.Logger) *Edge {
 	return &Edge{policy: policy.Also(p.has), pods: p, asker: &asker{}}
 }
 
-// TellNetworks has f called with the networks of the node's pods, at each message of the cloud. f must not
-// block. Call TellNetworks before Run.
+// TellNetworks sets the function that gets the networks of the node's pods, from each message of the cloud. f must
+// not block. Call TellNetworks before Run.
 func (e *Edge) TellNetworks(f func([]netip.Prefix)) { e.pods.tell = f }
 
-// TellNeighbours has the edge ask the cloud for the other nodes in the networks of its links, and f called with each
-// answer. links may be called at any time. f must not block. Call TellNeighbours before Run.
-func (e *Edge) TellNeighbours(links func() []netip.Prefix, f func([]Neighbour)) {
-	e.asker.links, e.asker.tell = links, f
+// TellNeighbours makes the edge ask the cloud for its neighbours: the other nodes in the networks that networks
+// returns. f gets each answer. networks may be called at any time. f must not block. Call TellNeighbours before Run.
+func (e *Edge) TellNeighbours(networks func() []netip.Prefix, f func([]Neighbour)) {
+	e.asker.links, e.asker.tell = networks, f
 }
 
-// InContainer reports whether packets to a go to a container of this machine, and nowhere else. A cloud cannot change
-// that.
+// InContainer reports whether packets to address a go to a container of this machine, and nowhere else. Only the
+// machine's own routes decide; no message of a cloud changes the result.
 func (e *Edge) InContainer(a netip.Addr) bool { return e.pods.inContainer(a) }
 
 // Name implements tunnel.Module.
@@ -47,7 +47,8 @@ func (e *Edge) Name() string { return name }
 func (e *Edge) Routes() map[string]tunnel.Handler {
 	return map[string]tunnel.Handler{
 		tunnel.TypeOpen: func(_ context.Context, in *tunnel.Incoming) error { return in.Serve(e.Dial) },
-		// The first message of a cloud whose egress front door knows the nodes, so the one to answer.
+		// A cloud whose egress front door knows the nodes sends this message first. So the edge then asks this cloud
+		// for its neighbours.
 		typeNetworks: func(ctx context.Context, in *tunnel.Incoming) error {
 			err := e.pods.setNetworks(ctx, in)
 			e.asker.ask(in.From)
@@ -62,7 +63,7 @@ func (e *Edge) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 	return e.policy.DialRequest(ctx, r)
 }
 
-// Run implements tunnel.Module. Sessions call the module, and own its conns.
+// Run implements tunnel.Module: it keeps asking for neighbours. Sessions call the handlers, and own the conns.
 func (e *Edge) Run(ctx context.Context) error {
 	e.asker.run(ctx)
 	return nil

@@ -75,8 +75,8 @@ type Config struct {
 	Identifiers Source   // what each node reaches
 	Kubernetes  bool     // Identifiers come from Node objects, not from claims of edges
 	Sessions    Sessions // edges that are told the networks of their pods; nil: none
-	// Services returns the endpoints of the Service that has an address, host:port, in the order in which they are tried;
-	// none if no Service has it. Its errors are refusals. nil: Services have no part in dials.
+	// Services returns the endpoints of the Service at an address, host:port, in the order in which dials try them. It
+	// returns none if no Service has the address. Its errors are refusals. nil: no dial looks for Services.
 	Services func(addr string) ([]Endpoint, error)
 
 	Sockets *ports.Sockets // opens the listeners; nil: nobody can take them over
@@ -96,8 +96,9 @@ type Source interface {
 // Endpoint is an endpoint of a Service.
 type Endpoint struct {
 	Addr string          // host:port
-	Node tunnel.NodeName // the node that it is on; empty: none
-	// Dial connects to it without a node, if no other node has its address. nil: a node does, which the strategies find.
+	Node tunnel.NodeName // the node where its pod runs; empty: no node
+	// Dial connects to the endpoint without a node. It is used if no other node has the endpoint's address. nil: the
+	// strategies find a node for the endpoint.
 	Dial func(ctx context.Context) (net.Conn, error)
 }
 

@@ -9,7 +9,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// hasEnded reports whether a FIN or a reset is next to be read from a socket. While the socket has
+// hasEnded reports whether the next read of a socket would return a FIN or a reset. While the socket has
 // nothing to read, known is false.
 func hasEnded(fd uintptr) (ended, known bool) {
 	n, _, err := unix.Recvfrom(int(fd), make([]byte, 1), unix.MSG_PEEK|unix.MSG_DONTWAIT)
@@ -19,8 +19,8 @@ func hasEnded(fd uintptr) (ended, known bool) {
 	return n <= 0, !errors.Is(err, unix.EAGAIN)
 }
 
-// maxDumps is how often a table is read at most. The kernel marks a dump during which the table has changed
-// (NLM_F_DUMP_INTR), because the dump may lack routes. Starting or stopping a container changes a table.
+// maxDumps is how often listRoutes reads a table at most. If the table changes during a dump, the dump may lack
+// routes. The kernel then marks the dump (NLM_F_DUMP_INTR). Each container that starts or stops changes a table.
 const maxDumps = 10
 
 // readRoutes reads the kernel's routing tables: the main table of IPv4, and all tables of IPv6. It ignores
@@ -36,9 +36,9 @@ func readRoutes() ([]route, error) {
 		if n, ok := a.(*net.IPNet); ok {
 			addr := prefixOf(n).Addr()
 			own[addr] = true
-			// An own address may be inside the network of a bridge, but programs of the machine
-			// listen there, and no pod does. Routes to own addresses come first in the list, so
-			// that they win over other routes that are as narrow.
+			// An address of this machine may be inside the network of a bridge, but programs of the machine
+			// listen there, and no pod does. Routes to own addresses come first in the list, so that they
+			// win over other routes with the same prefix length.
 			all = append(all, route{to: netip.PrefixFrom(addr, addr.BitLen())})
 		}
 	}
@@ -101,8 +101,8 @@ func nameOf(link int) string {
 	return l.Attrs().Name
 }
 
-// driverOf returns the driver of a network device, from the kernel (as ethtool -i does), or "". Names of
-// devices are chosen freely, and sysfs does not show every kind of device.
+// driverOf asks the kernel for the driver of a network device, as ethtool -i does; "" if there is none. The name of
+// a device does not tell its kind, and sysfs does not show every kind.
 func driverOf(device string) string {
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {

@@ -25,16 +25,16 @@ const (
 // metrics counts dials and conns of the front door. No label has a value that callers choose.
 type metrics struct {
 	dials        *prometheus.CounterVec   // ended dials, by door and result
-	duration     *prometheus.HistogramVec // of successful dials in seconds, by door
+	duration     *prometheus.HistogramVec // durations of successful dials in seconds, by door
 	inFlight     map[string]*inFlight     // by door; set once
-	gauges       []prometheus.Collector   // functions of inFlight; set once
+	gauges       []prometheus.Collector   // compute their values from inFlight; set once
 	konnectivity *konnectivityMetrics     // nil: not configured
 }
 
 // inFlight counts the dials and conns of a door that are under way.
 type inFlight struct{ dials, conns atomic.Int64 }
 
-// buckets are those of dial durations, in seconds: from a node nearby to DialTimeout.
+// buckets returns the histogram buckets of dial durations, in seconds: from a node nearby to DialTimeout.
 func buckets() []float64 { return []float64{0.002, 0.005, 0.025, 0.1, 0.5, 2.5, 10, 20} }
 
 func newMetrics() *metrics {
@@ -51,7 +51,7 @@ func newMetrics() *metrics {
 		}, []string{"door"}),
 	}
 	for door, now := range m.inFlight {
-		// Every series exists from the start: an alert on a rate needs the zero.
+		// Every series exists from the start, because an alert on a rate needs a first value of 0.
 		m.dials.WithLabelValues(door, resultOK)
 		m.duration.WithLabelValues(door)
 		for _, code := range tunnel.Codes() {
@@ -86,14 +86,14 @@ func (m *metrics) Collect(ch chan<- prometheus.Metric) {
 	}
 }
 
-// Collector returns the metrics of the front door.
+// Collector returns the metrics of the egress front door.
 func (f *FrontDoor) Collector() prometheus.Collector { return f.metrics }
 
-// opening is a conn of a caller that is being opened, or open. One goroutine owns it at a time.
+// opening is one caller's conn, from the dial to the end of the conn. One goroutine at a time owns it.
 type opening struct {
 	door, addr, caller string
-	endpoint           string          // host:port that was dialled last, if addr is of a Service
-	node               tunnel.NodeName // that was asked last; empty: none
+	endpoint           string          // host:port of the endpoint dialled last, if addr is that of a Service
+	node               tunnel.NodeName // the node asked last; empty: none
 	visit              tunnel.Visit
 }
 
@@ -146,12 +146,12 @@ func (o *opening) event() tunnel.Event {
 	return e
 }
 
-// konnectivityMetrics are some of the same metrics under the names of Konnectivity's server
-// (apiserver-network-proxy, pkg/server/metrics), so that existing alerts go on working.
+// konnectivityMetrics repeat some of these metrics under the names of Konnectivity's server
+// (apiserver-network-proxy, pkg/server/metrics), so that an operator's existing alerts still work.
 type konnectivityMetrics struct {
-	duration prometheus.Histogram   // of successful dials, in seconds
+	duration prometheus.Histogram   // durations of successful dials, in seconds
 	failures *prometheus.CounterVec // failed dials, by reason
-	gauges   []prometheus.Collector // functions of the counts in metrics
+	gauges   []prometheus.Collector // compute their values from the counts in metrics
 	backends func(chan<- prometheus.Metric)
 }
 
@@ -198,7 +198,7 @@ func newKonnectivityMetrics(m *metrics, c *chooser) *konnectivityMetrics {
 	for _, reason := range []string{reasonError, reasonCaller, reasonNoNode, reasonLost, reasonTimeout} {
 		k.failures.WithLabelValues(reason)
 	}
-	// The strategies may change, so that the gauge's label is a variable one.
+	// The label is variable, because SetStrategies may change the strategies.
 	backends := prometheus.NewDesc(prefix+"ready_backends", "Connected nodes.", []string{"proxy_strategy"}, nil)
 	k.backends = func(ch chan<- prometheus.Metric) {
 		for _, s := range c.rules.Load().strategies {
@@ -232,7 +232,7 @@ func (k *konnectivityMetrics) dialled(ctx context.Context, seconds float64, err 
 	case code == tunnel.Gone:
 		reason = reasonLost
 	case code == tunnel.Timeout && seconds >= konnectivity.DialTimeout.Seconds():
-		reason = reasonTimeout // the front door has given up; a sooner timeout is the node's own answer
+		reason = reasonTimeout // DialTimeout of the front door has passed; an earlier timeout is the node's own answer
 	}
 	k.failures.WithLabelValues(reason).Inc()
 }

@@ -20,20 +20,20 @@ import (
 // Nodes that share a network, such as a LAN behind one NAT, can send packets to each other's pods without the tunnel.
 // An edge that is configured for it asks the cloud for its neighbours:
 //
-//   - The edge tells the cloud the networks of its links.
+//   - The edge tells the cloud the networks of its network interfaces, which Linux calls links.
 //   - The cloud answers with the other nodes that have an address in one of these networks, now and after each change.
-//     It leaves out networks that are wider than a LAN, and networks in which the edge's own Node has no address: an
-//     edge learns of its neighbours alone.
+//     It ignores networks that are wider than a LAN, and networks in which the edge's own Node has no address. So an
+//     edge learns of no nodes but its neighbours.
 
-// Types of messages about neighbours. The data of typeLinks is that of typeNetworks. The data of typeNeighbours is the
-// protobuf message { repeated Neighbour neighbour = 1; }, with Neighbour { repeated string address = 1; repeated string
-// cidr = 2; }.
+// Types of messages about neighbours. typeLinks holds an edge's networks, in the same form as typeNetworks. The data of
+// typeNeighbours is the protobuf message { repeated Neighbour neighbour = 1; }, with Neighbour { repeated string
+// address = 1; repeated string cidr = 2; }.
 const (
 	typeLinks      = "links"
 	typeNeighbours = "neighbours"
 )
 
-// maxNeighbours bounds the neighbours of a node. Beyond it, those whose names sort last are left out.
+// maxNeighbours bounds the neighbours in one message. If a node has more, those whose names sort last are left out.
 const maxNeighbours = 1024
 
 // The shortest prefix of a network in which a node can have neighbours, in bits.
@@ -44,8 +44,8 @@ const (
 
 // Neighbour is another node with an address in one of an edge's networks.
 type Neighbour struct {
-	Addresses []netip.Addr   // its own addresses that are in networks of the edge
-	Networks  []netip.Prefix // of its pods
+	Addresses []netip.Addr   // its addresses that are in networks of the edge's machine
+	Networks  []netip.Prefix // the networks of its pods
 }
 
 func (n Neighbour) equal(other Neighbour) bool {
@@ -109,7 +109,7 @@ func decodeNeighbours(b []byte) ([]Neighbour, error) {
 
 var errNotProtobuf = errors.New("not a protobuf")
 
-// fields calls f with each field of a protobuf message that has a length.
+// fields calls f with each length-delimited field (text, bytes, message) of a protobuf message.
 func fields(b []byte, f func(number protowire.Number, data []byte) error) error {
 	for len(b) > 0 {
 		number, kind, size := protowire.ConsumeTag(b)
@@ -137,14 +137,14 @@ func fields(b []byte, f func(number protowire.Number, data []byte) error) error 
 	return nil
 }
 
-// askers are the sessions at a cloud whose edges ask for their neighbours.
+// askers knows which edges of this replica ask for their neighbours: by session, the networks that the edge has told.
 type askers struct {
 	mu      sync.Mutex // guards the following
 	links   map[*tunnel.Session][]netip.Prefix
 	changed tunnel.Change
 }
 
-// setLinks handles an edge's message with the networks of its links.
+// setLinks handles an edge's message with the networks of its interfaces.
 func (a *askers) setLinks(_ context.Context, in *tunnel.Incoming) error {
 	all, err := decodeNetworks(in.Data)
 	if err != nil {
@@ -160,14 +160,14 @@ func (a *askers) setLinks(_ context.Context, in *tunnel.Incoming) error {
 	return nil
 }
 
-// next returns a channel that is closed at the next message.
+// next returns a channel that is closed at the next message of an edge.
 func (a *askers) next() <-chan struct{} {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	return a.changed.Next()
 }
 
-// all returns the networks of the edges that ask, by session. It forgets the sessions that have ended.
+// all returns, by session, the networks that edges have told. It forgets the sessions that have ended.
 func (a *askers) all() map[*tunnel.Session][]netip.Prefix {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -179,14 +179,14 @@ func (a *askers) all() map[*tunnel.Session][]netip.Prefix {
 func (f *FrontDoor) Routes() map[string]tunnel.Handler {
 	return map[string]tunnel.Handler{typeLinks: func(ctx context.Context, in *tunnel.Incoming) error {
 		if !f.cfg.Kubernetes {
-			return nil // nobody would forget the session
+			return nil // announceNeighbours, which forgets ended sessions, does not run
 		}
 		return f.askers.setLinks(ctx, in)
 	}}
 }
 
-// announceNeighbours tells the edges that ask their neighbours, now and after each change, until ctx is done. Without
-// Kubernetes it tells nothing: edges keep what they know.
+// announceNeighbours tells each edge that asks which neighbours it has, now and after each change, until ctx is done.
+// Without Kubernetes it sends nothing, and edges keep the neighbours that they know.
 func (f *FrontDoor) announceNeighbours(ctx context.Context) error {
 	if !f.cfg.Kubernetes {
 		<-ctx.Done()
@@ -217,8 +217,8 @@ func (f *FrontDoor) announceNeighbours(ctx context.Context) error {
 	}
 }
 
-// announceNeighboursOnce tells the sessions whose neighbours differ from those announced. It returns what every session
-// that asks has now been told.
+// announceNeighboursOnce sends its neighbours to each session for which they differ from those in announced. It returns
+// the neighbours that each asking session now knows.
 func (f *FrontDoor) announceNeighboursOnce(announced map[*tunnel.Session][]Neighbour) map[*tunnel.Session][]Neighbour {
 	now := make(map[*tunnel.Session][]Neighbour)
 	asking := f.askers.all()
@@ -236,7 +236,7 @@ func (f *FrontDoor) announceNeighboursOnce(announced map[*tunnel.Session][]Neigh
 	return now
 }
 
-// lans has the addresses of all nodes.
+// lans finds the nodes with an address in a network.
 type lans struct {
 	nodes  map[tunnel.NodeName]konnectivity.Identifiers
 	owners []owner // sorted by address
@@ -265,8 +265,9 @@ func newLANs(nodes map[tunnel.NodeName]konnectivity.Identifiers) *lans {
 	return l
 }
 
-// neighbours returns the other nodes that have pods, and an address in one of the networks in which node has one. They
-// are sorted by name. An address that two nodes have leads to neither.
+// neighbours returns the other nodes that have networks of pods, and an address in one of the networks in links. It
+// ignores a network in which node itself has no address, and an address that two nodes have. The result is sorted by
+// node name.
 func (l *lans) neighbours(node tunnel.NodeName, links []netip.Prefix) []Neighbour {
 	found := make(map[tunnel.NodeName]*Neighbour)
 	for _, link := range links {
@@ -315,17 +316,18 @@ func (l *lans) in(network netip.Prefix) []owner {
 // asker is the part of an edge that asks for its neighbours.
 type asker struct {
 	// Set once, before Run.
-	links func() []netip.Prefix // the networks of the links of this machine
+	links func() []netip.Prefix // returns the networks of this machine's network interfaces
 	tell  func([]Neighbour)     // called with each answer; nil: the edge does not ask
 
 	mu   sync.Mutex // guards the following
 	told map[*tunnel.Session][]netip.Prefix
 }
 
-// linksInterval is how often an edge looks whether the networks of its links are others.
+// linksInterval is how often an edge checks whether the networks of its interfaces have changed.
 const linksInterval = 10 * time.Second
 
-// ask tells the networks of the links by a session, if it has not. The cloud answers.
+// ask sends the networks of this machine's interfaces over session s, unless it has sent the same networks over s
+// before. The cloud answers with the neighbours.
 func (a *asker) ask(s *tunnel.Session) {
 	if a.tell == nil || s == nil {
 		return
@@ -345,7 +347,7 @@ func (a *asker) ask(s *tunnel.Session) {
 		Data: encodeNetworks(now)})
 }
 
-// run asks again after changes of the links, until ctx is done.
+// run asks again over each session when the networks of the interfaces have changed, until ctx is done.
 func (a *asker) run(ctx context.Context) {
 	if a.tell == nil {
 		<-ctx.Done()
@@ -365,7 +367,7 @@ func (a *asker) run(ctx context.Context) {
 	}
 }
 
-// live returns the sessions by which the edge has asked. It forgets those that have ended.
+// live returns the live sessions over which the edge has asked. It forgets the ended ones.
 func (a *asker) live() []*tunnel.Session {
 	a.mu.Lock()
 	defer a.mu.Unlock()

@@ -21,8 +21,8 @@ import (
 //
 //   - The cloud tells the edge the networks that Kubernetes has assigned to the pods of its node. So
 //     the edge dials no containers that are not pods.
-//   - The edge checks that such an address is routed to containers of this machine. So a cloud cannot
-//     reach the network around the edge.
+//   - The edge checks that its machine routes an address in these networks to its own containers. So a cloud
+//     cannot reach the network around the edge.
 
 // typeNetworks is the type of the message with the networks of an edge's pods. Its data is the protobuf
 // message { repeated string cidr = 1; }.
@@ -108,8 +108,8 @@ func (f *FrontDoor) announceNetworks(ctx context.Context) error {
 	}
 }
 
-// announceOnce tells the sessions whose networks differ from those announced. It returns the networks that every live
-// session has now been told.
+// announceOnce sends its networks to each session for which they differ from those in announced. It returns the networks
+// that each live session now knows.
 func (f *FrontDoor) announceOnce(announced map[*tunnel.Session][]netip.Prefix) map[*tunnel.Session][]netip.Prefix {
 	var all map[tunnel.NodeName]konnectivity.Identifiers
 	if f.cfg.Kubernetes {
@@ -131,8 +131,8 @@ func (f *FrontDoor) announceOnce(announced map[*tunnel.Session][]netip.Prefix) m
 type pods struct {
 	networks atomic.Pointer[[]netip.Prefix] // from the latest message of the cloud; nil: none yet
 	routes   func() ([]route, error)        // reads the routing tables; tests replace it
-	devices  devices                        // tells which devices lead to containers
-	tell     func([]netip.Prefix)           // called with each new networks; nil: nobody wants to know
+	devices  devices                        // knows which devices lead to containers
+	tell     func([]netip.Prefix)           // gets the networks from each message of the cloud; nil: not called
 	log      *slog.Logger
 	warnings tunnel.Limiter // limits warnings about routing tables that cannot be read
 }

@@ -98,8 +98,8 @@ func (f *FrontDoor) serveGRPC(ctx context.Context, ln net.Listener, callers *tls
 // proxies handles the streams of a gRPC server.
 type proxies struct {
 	door    *FrontDoor
-	conns   context.Context // of the conns; outlives the context of the front door by the grace period
-	working sync.WaitGroup  // goroutines that gRPC may block until the stream's handler has returned
+	conns   context.Context // context of the conns; it ends a grace period after the context of the front door
+	working sync.WaitGroup  // goroutines that may block in gRPC until the stream's handler has returned
 }
 
 // handle handles one stream. It returns when the conn is over, or in order to end the stream: gRPC
@@ -111,8 +111,8 @@ func (p *proxies) handle(_ any, stream grpc.ServerStream) error {
 	}
 	ctx, cancel := context.WithCancel(stream.Context())
 	defer cancel()
-	// receiveDial sends one value: the first packet, or why there is none. Capacity 1, so that sending
-	// never blocks. Never closed.
+	// receiveDial sends one value to first: the first packet, or why there is none. The capacity is 1, so that
+	// the send never blocks. Nothing closes first.
 	first := make(chan received, 1)
 	p.working.Go(func() { s.receiveDial(first, cancel) })
 	req, err := s.request(first)
@@ -158,8 +158,8 @@ func (p *proxies) serve(s *proxyStream, o *opening, target net.Conn) error {
 	return nil
 }
 
-// tellable returns the text of an error for the caller. Where Konnectivity's server has words of its own,
-// the text begins with them.
+// tellable returns the text of an error for the caller. It begins with the words of Konnectivity's server, if that
+// server has words for the error.
 func tellable(err error) string {
 	if r, ok := errors.AsType[*tunnel.Refusal](err); ok && r.Code == tunnel.NoSuchNode {
 		return r.Text
@@ -179,21 +179,21 @@ func callerName(ctx context.Context) string {
 	return p.Addr.Network() // "unix": peers of a unix socket have no address
 }
 
-// proxyStream is a stream as a net.Conn, the caller's end of a conn.
+// proxyStream makes a net.Conn of a gRPC stream: the caller's end of a conn.
 //
-//   - A close request of the client ends its bytes, and means that it reads no more.
+//   - A close request of the client ends the client's bytes. It also means that the client reads no more.
 //   - The end of the target's bytes becomes a close response.
 //
 // The splice reads and writes. After CloseRead, a goroutine of the stream continues to receive, to
-// notice the client's close request. At most one goroutine receives at a time: it holds the right to
-// receive, which the fields under readMu record.
+// notice the client's close request. At most one goroutine at a time receives. The fields below readMu
+// record whether one does.
 type proxyStream struct {
 	// Set once.
 	stream  grpc.ServerStream
 	working *sync.WaitGroup                          // see proxies
 	guard   func(what string, do func() error) error // see FrontDoor.guard
 	// afterDial gets at most one value, from receiveDial: the packet after the dial request.
-	// Capacity 1, so that sending never blocks. Never closed.
+	// The capacity is 1, so that the send never blocks. Nothing closes afterDial.
 	afterDial chan received
 
 	gap        answerGap     // delays writes after the answer
@@ -207,18 +207,18 @@ type proxyStream struct {
 	closed bool       // the close response has been sent
 
 	readMu  sync.Mutex // guards the following
-	reading bool       // a goroutine receives
+	reading bool       // a goroutine has the right to receive
 	discard bool       // received data are discarded
 	onStop  func()     // see OnStop
 
 	// Owned by the goroutine that receives.
-	packet konnectivity.Packet // its remaining data are read next
+	packet konnectivity.Packet // the current packet; Read returns the rest of its data next
 	ended  error               // why there is no more to read
 	begun  bool                // the packet in afterDial has been taken
 }
 
-// closeWait is how long a client may take to end its stream after either side has closed. The stock client
-// ends it at once.
+// closeWait is how long a client may take to end its stream after either side has closed. Konnectivity's own client
+// ends its stream at once.
 const closeWait = 5 * time.Second
 
 // received is a packet, or why there is none.
@@ -228,8 +228,8 @@ type received struct {
 }
 
 // receiveDial receives the first packet, and sends it to first. After a dial request it also receives the
-// next packet, to notice that the client gives up the dial: it then calls cancel. It keeps that packet in
-// afterDial.
+// next packet, and puts it into afterDial. If that packet says that the client gives up the dial, receiveDial
+// calls cancel.
 func (s *proxyStream) receiveDial(first chan<- received, cancel context.CancelFunc) {
 	var r received
 	r.err = s.guard("the stream ends", func() (err error) { r.packet, err = s.receive(); return err })
@@ -245,8 +245,8 @@ func (s *proxyStream) receiveDial(first chan<- received, cancel context.CancelFu
 	s.afterDial <- r
 }
 
-// request waits for the first packet, which must be a dial request. After any other packet it answers the
-// client, and returns nil: the stream ends.
+// request waits for the first packet, which must be a dial request. If it is another packet, request answers the
+// client and returns nil, and the stream ends.
 func (s *proxyStream) request(first <-chan received) (*konnectivity.Packet, error) {
 	late := time.NewTimer(requestTimeout)
 	defer late.Stop()
@@ -293,7 +293,7 @@ func (s *proxyStream) send(p *konnectivity.Packet) error {
 	return s.stream.SendMsg(p)
 }
 
-// next receives until s.packet has data, or returns why there are no more.
+// next receives packets until s.packet has data, or returns why no more data can come.
 func (s *proxyStream) next() error {
 	for s.ended == nil && len(s.packet.Data) == 0 {
 		s.packet.Free()
@@ -313,7 +313,7 @@ func (s *proxyStream) next() error {
 		case s.packet.Type == konnectivity.PacketCloseReq || s.packet.Type == konnectivity.PacketDialCls:
 			s.ended = io.EOF
 			s.readClosed.Store(true)
-			s.endSoon() // a client that has closed may not read the bytes in flight
+			s.endSoon() // the client may never read the bytes in flight, and so never end the stream
 			s.stop()
 		case s.packet.Type != konnectivity.PacketData || s.packet.ConnID != onlyConn || s.discarding():
 			s.packet.Data = nil
@@ -336,7 +336,7 @@ func (s *proxyStream) Read(b []byte) (int, error) {
 	return n, nil
 }
 
-// mayRead gives its caller the right to receive, until it calls hasRead.
+// mayRead gives its caller the right to receive, until the caller calls hasRead. It returns false after CloseRead.
 func (s *proxyStream) mayRead() bool {
 	s.readMu.Lock()
 	defer s.readMu.Unlock()
@@ -363,8 +363,8 @@ func (s *proxyStream) discarding() bool {
 	return s.discard
 }
 
-// CloseRead discards the data that still come, since the client cannot be told to stop. The stream goes on
-// receiving, for the client's close request.
+// CloseRead makes the stream discard data that still come, since no packet tells the client to stop. The stream
+// continues to receive, so that it sees the client's close request.
 func (s *proxyStream) CloseRead() error {
 	s.readMu.Lock()
 	defer s.readMu.Unlock()
@@ -375,14 +375,15 @@ func (s *proxyStream) CloseRead() error {
 	return nil
 }
 
-// discardLocked receives until the end, in a goroutine. The caller holds readMu, and nothing else receives.
+// discardLocked starts a goroutine that receives and discards packets until the stream ends. The caller holds readMu,
+// and no other goroutine receives.
 func (s *proxyStream) discardLocked() {
 	s.reading = true
 	s.working.Go(func() {
 		s.packet.Data = nil
 		err := s.guard("the conn ends", s.next)
 		if err != nil && !errors.Is(err, io.EOF) {
-			s.stop() // a reset; the splice no longer reads, and would miss it
+			s.stop() // a reset: the splice no longer reads, so only this call tells it
 		}
 	})
 }
@@ -423,8 +424,8 @@ func (s *proxyStream) Write(b []byte) (n int, err error) {
 	return n, nil
 }
 
-// WriteSlice sends the bytes of data as one packet, without a copy. It takes data over. Conns of
-// package conn call WriteSlice with bytes that they have received.
+// WriteSlice sends the bytes of data as one packet, without a copy. It frees data. Conns of package conn call
+// WriteSlice with bytes that they have received.
 func (s *proxyStream) WriteSlice(data mem.BufferSlice) error {
 	s.gap.wait()
 	s.sendMu.Lock()
@@ -440,7 +441,7 @@ func (s *proxyStream) WriteSlice(data mem.BufferSlice) error {
 	return nil
 }
 
-// CloseWrite tells the client that the target has ended. The protocol has no half-close, so the conn ends.
+// CloseWrite tells the client that the target's bytes have ended. The protocol has no half-close, so the conn ends.
 func (s *proxyStream) CloseWrite() error {
 	s.gap.wait()
 	s.sendMu.Lock()
@@ -469,7 +470,7 @@ func (s *proxyStream) Reset() error {
 	return nil
 }
 
-// endSoon ends the stream after closeWait, unless the client ends it before.
+// endSoon ends the stream after closeWait, unless the client ends the stream before.
 func (s *proxyStream) endSoon() {
 	late := time.AfterFunc(closeWait, s.end)
 	context.AfterFunc(s.stream.Context(), func() { late.Stop() })

@@ -9,14 +9,15 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// maxEndpoints is how many endpoints of a Service a dial tries. Their order is random: the next dial tries others.
+// maxEndpoints is how many endpoints of a Service one dial tries. Their order is random, so another dial tries others.
 const maxEndpoints = 5
 
 // connect opens the conn of o: to an endpoint if its address is of a Service, otherwise to the address itself.
 //
-// If an endpoint cannot be reached now, because its node cannot serve (mayRetryElsewhere) or the cloud's own dial has
-// failed, the next one is tried. A node that is at a limit is waited for after the others. If no node of the endpoints
-// of a ClusterIP is connected, the strategies find a node for the ClusterIP: kube-proxy there may reach them.
+// If the node of an endpoint cannot serve now (mayRetryElsewhere), or the cloud's own dial to the endpoint has failed,
+// connect tries the next endpoint. If all fail and a node was at a limit, connect waits for room at that node. If none
+// of the nodes is connected, connect dials the ClusterIP itself: the strategies find a node, whose kube-proxy may reach
+// the endpoints.
 func (c *chooser) connect(ctx context.Context, o *opening) (net.Conn, error) {
 	var endpoints []Endpoint
 	if c.services != nil {
@@ -65,7 +66,7 @@ func (c *chooser) connect(ctx context.Context, o *opening) (net.Conn, error) {
 	return nil, err
 }
 
-// elsewhere reports whether a node other than that of an endpoint has its address, as far as the table knows.
+// elsewhere reports whether the table has the address of an endpoint at a node other than the endpoint's node.
 func (c *chooser) elsewhere(e Endpoint) bool {
 	host, _, err := net.SplitHostPort(e.Addr)
 	t := c.table.Load()

@@ -21,7 +21,7 @@ import (
 // certificate or by the permissions of the socket. The only command is CONNECT.
 
 const (
-	socksVersion = 5 // first byte of a greeting, a request and an answer; a request of HTTP begins with a letter
+	socksVersion = 5 // first byte of a greeting, a request and an answer; HTTP requests begin with a letter instead
 
 	socksNoAuth   = 0x00 // method: no authentication required
 	socksNoMethod = 0xff // answer to a greeting: no method is acceptable
@@ -82,8 +82,8 @@ func socksRequest(r io.Reader, w io.Writer) (addr string, err error) {
 	return net.JoinHostPort(host, strconv.Itoa(int(binary.BigEndian.Uint16(port)))), nil
 }
 
-// socksGreeting reads a greeting. It returns errSOCKSGreeting, unless the caller offers the method "no authentication
-// required".
+// socksGreeting reads a greeting. It fails with errSOCKSGreeting if the caller does not offer the method "no
+// authentication required".
 func socksGreeting(r io.Reader) error {
 	head, err := take(r, 2) // version, number of methods
 	if err != nil {
@@ -123,8 +123,8 @@ func socksHost(r io.Reader, addressType byte) (string, error) {
 	if a, ok := netip.AddrFromSlice(host); ok && addressType != socksDomain {
 		return a.Unmap().String(), nil
 	}
-	// As in a request of HTTP, a name has no spaces and no control characters. Brackets would break host:port. Go dials
-	// its own machine for an empty name.
+	// A name has no spaces and no control characters, as in a request of HTTP. Brackets would break host:port. Package
+	// net would dial its own machine for an empty name.
 	if size == 0 || bytes.ContainsFunc(host, func(c rune) bool { return c <= ' ' || c > '~' || c == '[' || c == ']' }) {
 		return "", fmt.Errorf("the domain name %q of a SOCKS5 request is not valid", host)
 	}
@@ -140,8 +140,8 @@ func take(r io.Reader, n int) ([]byte, error) {
 	return b, nil
 }
 
-// socksAnswer returns the answer to a request. Its address is 0.0.0.0:0, since the node's socket has an address that
-// says nothing to the caller.
+// socksAnswer returns the answer to a request. The address in the answer is 0.0.0.0:0: the address of the node's socket
+// would be of no use to the caller.
 func socksAnswer(reply byte) []byte {
 	return []byte{socksVersion, reply, 0, socksIPv4, 0, 0, 0, 0, 0, 0}
 }
@@ -160,7 +160,7 @@ func socksRefusal(err error) []byte {
 		switch r.Code {
 		case tunnel.Denied:
 			return socksAnswer(socksDenied)
-		case tunnel.NoSuchNode: // no connected node leads to the address
+		case tunnel.NoSuchNode: // no connected node reaches the address
 			return socksAnswer(socksNetworkUnreachable)
 		case tunnel.Unreachable:
 			return socksAnswer(socksHostUnreachable)

@@ -18,9 +18,9 @@ type Claims interface {
 	Changed() <-chan struct{}
 }
 
-// Believed returns a source that trusts the claims of edges. The name of a node is its own identifier
-// always, and no other node may claim it while the node is connected. All other claims are accepted: an
-// edge that lies attracts traffic for others. Use it only where no better source exists.
+// Believed returns a source that trusts the claims of edges. A node's name is always its own identifier, and no
+// other node may claim this name while the node is connected. Every other claim is accepted, so an edge that
+// lies attracts the traffic of other nodes. Use Believed only where no better source exists.
 func Believed(c Claims, log *slog.Logger) Source {
 	return &believed{c, log.With("module", name), new(tunnel.Limiter)}
 }
@@ -28,7 +28,7 @@ func Believed(c Claims, log *slog.Logger) Source {
 type believed struct {
 	Claims
 	log   *slog.Logger
-	wrong *tunnel.Limiter // of log lines about wrong claims
+	wrong *tunnel.Limiter // limits log lines about wrong claims
 }
 
 // Known implements Source.

@@ -15,7 +15,7 @@ type table struct {
 	networks map[netip.Prefix][]tunnel.NodeName
 	lengths  [2][]int                     // prefix lengths in networks, longest first: IPv4, IPv6
 	refused  map[string][]tunnel.NodeName // by canonical name; see konnectivity.Identifiers
-	defaults []tunnel.NodeName            // with a default route
+	defaults []tunnel.NodeName            // nodes that declare a default route
 }
 
 func newTable(all map[tunnel.NodeName]konnectivity.Identifiers) *table {
@@ -66,7 +66,7 @@ func family(a netip.Addr) int {
 // host returns the nodes with a name or an address of their own.
 func (t *table) host(host string) []tunnel.NodeName { return t.hosts[canonical(host)] }
 
-// canonical returns the one spelling of a name or an address under which the table has it.
+// canonical returns a name or an address in the spelling that is its key in table.hosts.
 func canonical(host string) string {
 	if a, ok := address(host); ok {
 		return a.String()

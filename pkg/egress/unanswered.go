@@ -36,7 +36,7 @@ type frames struct {
 	have int // bytes of head that have been read
 }
 
-// feed reads the next bytes b of the stream, and calls found for each frame header that ends in b.
+// feed parses b, the next bytes of the stream. It calls found for each frame header whose last byte is in b.
 func (f *frames) feed(b []byte, found func(typ, flags byte, stream uint32, length int)) {
 	for len(b) > 0 {
 		if f.skip > 0 {
