@@ -24,15 +24,15 @@ type List struct {
 	Ports []Port     `json:"ports"`
 }
 
-// Served says who serves connections to a port of a Service from this node.
+// Served says which program serves connections from this node to a port of a Service.
 type Served string
 
-// Who serves.
+// The values of Served.
 const (
-	ServedKubeProxy Served = "kube-proxy" // the edge leaves the port to it
-	ServedRules     Served = "rules"      // the edge's rules: they lead to endpoints that this node reaches by itself
+	ServedKubeProxy Served = "kube-proxy" // the edge leaves the port to kube-proxy
+	ServedRules     Served = "rules"      // the edge's rules in the kernel, which lead to endpoints that this node reaches by itself
 	ServedRelay     Served = "relay"      // the edge, through the tunnel
-	ServedNobody    Served = "nobody"     // no endpoint may be used; the kernel refuses or drops
+	ServedNobody    Served = "nobody"     // no endpoint may be used: the kernel refuses or drops connections
 )
 
 // Port is a port of a Service at one of its addresses. In mode full, these include external IPs, and 0.0.0.0 or :: for
@@ -64,11 +64,11 @@ type Line struct {
 	Time    time.Time       `json:"time"`
 	Path    string          `json:"path,omitempty"`
 	Deleted bool            `json:"deleted,omitempty"`
-	Value   json.RawMessage `json:"value,omitempty"` // what was set
-	Lost    int             `json:"lost,omitempty"`  // a remark: lines that are missing, because the reader is too slow
+	Value   json.RawMessage `json:"value,omitempty"` // the new value of the item
+	Lost    int             `json:"lost,omitempty"`  // how many lines are missing here, because the reader is too slow
 }
 
-// Handlers are the paths of the admin socket, by their patterns.
+// Handlers returns the handlers of paths of the admin socket, by their patterns.
 func (r *Relay) Handlers() map[string]http.Handler {
 	return map[string]http.Handler{
 		"GET /v1/services": http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
@@ -88,14 +88,14 @@ func (r *Relay) Handlers() map[string]http.Handler {
 	}
 }
 
-// answer writes v as package api does.
+// answer writes v as JSON, in the form that package api reads.
 func answer(w http.ResponseWriter, v any) {
 	w.Header().Set("Content-Type", "application/json")
 	w.Header().Set("Cache-Control", "no-store")
 	json.NewEncoder(w).Encode(v) //nolint:errcheck // the caller has gone
 }
 
-// refuse writes an error as package api does.
+// refuse writes an error as JSON, in the form that package api reads.
 func refuse(w http.ResponseWriter, status int, code string, err error) {
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(status)
@@ -103,7 +103,8 @@ func refuse(w http.ResponseWriter, status int, code string, err error) {
 	json.NewEncoder(w).Encode(map[string]string{"error": err.Error(), "code": code})
 }
 
-// list returns all ports; or those of one Service, with its endpoints. It returns nil if there is no such Service.
+// list returns the ports of all Services. With only, it returns the ports of that Service and its endpoints, or nil if
+// there is no such Service.
 func (r *Relay) list(only string) *List {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
@@ -133,7 +134,7 @@ func (r *Relay) list(only string) *List {
 	return list
 }
 
-// describeLocked describes a frontend. The caller holds mu.
+// describeLocked describes a frontend, with whole also its endpoints. The caller holds mu.
 func (r *Relay) describeLocked(f frontend, name string, endpoints []services.Named, whole bool) Port {
 	node := string(r.cfg.Node)
 	w := r.planner.ways(r.state, f, chosen(f, endpoints, r.planner.self(r.state)))
@@ -143,7 +144,7 @@ func (r *Relay) describeLocked(f frontend, name string, endpoints []services.Nam
 	}
 	rule, ours := r.planner.rule(r.state, f, endpoints)
 	ends := max(len(rule.ends), len(rule.local))
-	tries := !ours // kube-proxy tries endpoints that nobody reaches, and so do the rules without others
+	tries := !ours // kube-proxy tries endpoints that nobody reaches; the edge's rules do so only if there are no others
 	switch {
 	case ours && rule.relayed():
 		p.Served, p.Usable = ServedRelay, len(w.far)
@@ -199,7 +200,7 @@ func (r *Relay) describeLocked(f frontend, name string, endpoints []services.Nam
 	return p
 }
 
-// whyNot says why Kubernetes' rules do not choose an endpoint for a frontend.
+// whyNot says why Kubernetes does not permit an endpoint for a frontend.
 func whyNot(f frontend, e *services.Endpoint) string {
 	switch {
 	case strings.Contains(e.GetAddress(), ":") != f.at.Addr().Is6():
@@ -287,7 +288,7 @@ func (w *watchers) remove(one *watcher) {
 	}
 }
 
-// tell gives a difference to all watchers. It never waits.
+// tell queues a line for each changed item at all watchers. It never waits.
 func (w *watchers) tell(d *services.Difference) {
 	w.mu.Lock()
 	defer w.mu.Unlock()

@@ -12,13 +12,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// SO_ORIGINAL_DST is for TCP alone, and what IP_RECVORIGDSTADDR says of a translated datagram is the relay's own
-// address. So the relay asks conntrack, which has an entry for each flow: one message of netlink, and one in answer.
+// SO_ORIGINAL_DST works only for TCP. For a translated datagram, IP_RECVORIGDSTADDR says the relay's own address. So
+// the relay asks conntrack, which has an entry for each flow: one message of netlink, and one answer.
 
-// destination implements kernel. Answers go from local to the caller, so the entry is that of a reply with these
-// addresses. The kernel chooses another port of the caller if two entries would have the same ones.
+// destination implements kernel. Answers to the caller go from local to the caller, so destination looks for the entry
+// whose reply direction has these addresses. If two entries would have the same addresses, the kernel gives the caller
+// another port.
 func (*linux) destination(caller, local netip.AddrPort) (at netip.AddrPort, err error) {
-	// The answer has the flag of one that goes on (NLM_F_MULTI), and only the acknowledgement ends it.
+	// The kernel marks its answer as one of several (NLM_F_MULTI), so only an acknowledgement shows the end.
 	get := nl.NewNetlinkRequest(unix.NFNL_SUBSYS_CTNETLINK<<8|nl.IPCTNL_MSG_CT_GET, unix.NLM_F_ACK)
 	get.AddData(&nl.Nfgenmsg{NfgenFamily: familyOf(local.Addr()).protocol, Version: nl.NFNETLINK_V0})
 	get.AddData(tuple(nl.CTA_TUPLE_REPLY, local, caller))
@@ -37,7 +38,7 @@ func (*linux) destination(caller, local netip.AddrPort) (at netip.AddrPort, err 
 	return at, errUntracked
 }
 
-// tuple is the attribute that names a flow of UDP by the addresses of one direction.
+// tuple returns the attribute that names a flow of UDP by the addresses of one direction.
 func tuple(kind int, from, to netip.AddrPort) *nl.RtAttr {
 	source, target := nl.CTA_IP_V4_SRC, nl.CTA_IP_V4_DST
 	if from.Addr().Is6() {
@@ -54,7 +55,7 @@ func tuple(kind int, from, to netip.AddrPort) *nl.RtAttr {
 	return t
 }
 
-// destinationOf returns where the first packet of an entry of conntrack was sent to.
+// destinationOf returns the original destination in an entry of conntrack.
 func destinationOf(entry []byte) (at netip.AddrPort, ok bool) {
 	const header = 4 // struct nfgenmsg of linux/netfilter/nfnetlink.h
 	if len(entry) < header {
@@ -90,7 +91,7 @@ func attribute(b []byte, kind uint16) []byte {
 // forget implements kernel.
 func (k *linux) forget(before, after rules) error {
 	if before, after = outdates(before, after); len(before)+len(after) == 0 {
-		return nil // no list of all entries for an endpoint that comes
+		return nil // nothing can be outdated, for example when only an endpoint comes: skip the list of all entries
 	}
 	var errs []error
 	isOwn := ownAddresses(before, after)
@@ -105,7 +106,7 @@ func (k *linux) forget(before, after rules) error {
 	return errors.Join(errs...)
 }
 
-// ownAddresses returns the addresses of this machine, if there are rules for node ports.
+// ownAddresses returns the addresses of this machine if there are rules for node ports, else nil.
 func ownAddresses(all ...rules) map[netip.Addr]struct{} {
 	for _, some := range all {
 		for at := range some {
@@ -113,7 +114,7 @@ func ownAddresses(all ...rules) map[netip.Addr]struct{} {
 				continue
 			}
 			found := make(map[netip.Addr]struct{})
-			addrs, _ := net.InterfaceAddrs() // without them, flows to node ports keep their old way
+			addrs, _ := net.InterfaceAddrs() // if it fails, flows to node ports stay as they are
 			for _, one := range addrs {
 				if n, ok := one.(*net.IPNet); ok {
 					addr, _ := netip.AddrFromSlice(n.IP)
@@ -129,10 +130,10 @@ func ownAddresses(all ...rules) map[netip.Addr]struct{} {
 // outdated matches the entries of conntrack that forget removes.
 type outdated struct {
 	before, after rules
-	own           netip.Addr              // the relay's
+	own           netip.Addr              // the relay's own address
 	isOwn         map[netip.Addr]struct{} // addresses of this machine, see ownAddresses
-	// beside: kube-proxy gets the addresses that after lacks. It may lead flows to endpoints of before as well, and it
-	// ends those to others. So only flows to the relay are outdated.
+	// beside says that the edge works beside kube-proxy, which serves the addresses that after lacks. kube-proxy may use
+	// the endpoints in before as well, and ends flows to other endpoints itself. So only flows to the relay are outdated.
 	beside bool
 }
 
@@ -158,7 +159,8 @@ func (o outdated) MatchConntrackFlow(f *netlink.ConntrackFlow) bool {
 	return stale
 }
 
-// stale reports whether an entry for an address of the rules leads where it should not. known is false for others.
+// stale reports whether the entry of a flow to at leads to where the rules do not lead. known is false if at has no
+// rule.
 func (o outdated) stale(at address, leads netip.AddrPort) (stale, known bool) {
 	if now, ok := o.after[at]; ok {
 		return !now.leads(leads, o.own), true
@@ -170,8 +172,9 @@ func (o outdated) stale(at address, leads netip.AddrPort) (stale, known bool) {
 	return ok && was.leads(leads, o.own), ok
 }
 
-// mayForget returns the protocol of an entry whose removal cuts nothing: one of UDP, or of a TCP connection that has
-// had no answer. The caller of the latter sends its SYN again, and the kernel decides anew. ok is false for others.
+// mayForget returns the protocol of an entry that can be removed without cutting off anything: of UDP, or of a TCP
+// connection that has had no answer. A TCP caller without an answer sends its SYN again, and the rules decide again. ok
+// is false for other entries.
 func mayForget(f *netlink.ConntrackFlow) (protocol string, ok bool) {
 	const synSent = 1 // TCP_CONNTRACK_SYN_SENT of linux/netfilter/nf_conntrack_tcp.h
 	switch f.Forward.Protocol {

@@ -23,17 +23,18 @@ import (
 )
 
 const (
-	// fileVersion is of what is below. A file of another version is set aside.
+	// fileVersion is the version of the file's contents, which follow. The relay sets aside a file of another version.
 	fileVersion = "1"
-	// lockTime is how long to wait for the process before this one, which may still have the file.
+	// lockTime is how long the relay waits for the file, which the process before this one may still have open.
 	lockTime = 5 * time.Second
 	// writeInterval is the least time between two transactions: each of them is an fsync.
 	writeInterval = time.Second
-	// stampInterval bounds by how much an edge that lost its power believes its state to be older than it is.
+	// stampInterval bounds an error after a loss of power: the edge may believe that its state is older than it is, by
+	// this time at most.
 	stampInterval = time.Hour
 )
 
-// What the file holds: the items (path to value), and facts about all of them.
+// The file holds the items (path to value), and facts about all of them.
 //
 //nolint:gochecknoglobals // constants
 var (
@@ -44,31 +45,30 @@ var (
 	keySince    = []byte("since")   // when the items were last known to be those of the cloud; RFC 3339
 )
 
-// file keeps the state on disk. Changes of one second are written in one transaction, so the file always has a state
-// that was complete.
+// file keeps the state on disk. One transaction has all changes of a second, so the file always has a complete state.
 type file struct {
 	// Set once.
 	path  string
 	log   *slog.Logger
 	every time.Duration // the least time between two transactions
-	stamp time.Duration // the most time between two writes of keySince, while the state is that of the cloud
+	stamp time.Duration // the most time between two writes of keySince, as long as the cloud confirms the state
 	retry time.Duration // between two attempts to open the file
 	wake  chan struct{} // capacity 1: there is something to write; never closed
 
-	// Owned by the goroutine of keep, and before and after it by that of Relay.Run.
+	// Owned by the goroutine of keep. Before keep begins and after it ends, owned by the goroutine of Relay.Run.
 	opened bool
-	since  time.Time // as the file said when it was opened
-	db     *bolt.DB  // nil: it is not opened, or bbolt has given it up
-	raw    *os.File  // under db
+	since  time.Time // keySince, when the file was opened
+	db     *bolt.DB  // nil: the file is not open, or bbolt has failed and must not be used again
+	raw    *os.File  // the file that db uses
 
 	mu      sync.Mutex               // guards the following
 	pending map[services.Path][]byte // not yet written; nil: deleted
-	digests services.Digests         // of the state with pending
-	current time.Time                // for keySince
-	fresh   bool                     // pending is all of the state: what the file has is not part of it
+	digests services.Digests         // the digests of the state, pending changes included
+	current time.Time                // what the next transaction writes as keySince
+	fresh   bool                     // pending is the whole state: the next transaction replaces all items in the file
 }
 
-// closedFile returns a file that is not open yet. What is added before keep opens it stays in memory.
+// closedFile returns a file that is not open yet. Until keep opens the file, changes stay in memory.
 func closedFile(path string, log *slog.Logger) *file {
 	return &file{
 		path: path, log: log, every: writeInterval, stamp: stampInterval, retry: interval, wake: make(chan struct{}, 1),
@@ -76,8 +76,9 @@ func closedFile(path string, log *slog.Logger) *file {
 	}
 }
 
-// openFile opens the file and reads the state in it. A file that cannot be read is set aside with a warning, and the
-// state is empty. The error says that there can be no file: another process has it, or its folder cannot be written.
+// openFile opens the file and reads the state in it. If the file cannot be read, openFile sets it aside with a warning,
+// and returns an empty state. It returns an error if there can be no file: another process has the file open, or the
+// folder cannot be written.
 func openFile(path string, log *slog.Logger) (*file, *services.State, error) {
 	err := os.MkdirAll(filepath.Dir(path), 0o755)
 	if err != nil {
@@ -102,12 +103,12 @@ func openFile(path string, log *slog.Logger) (*file, *services.State, error) {
 	return f, state, nil
 }
 
-// damagedError says that a file is there and is not what this version writes.
+// damagedError says that the file exists, but is not as this version writes it.
 type damagedError struct{ error }
 
 func (e damagedError) Unwrap() error { return e.error }
 
-// readFile opens a file or makes it, and reads it.
+// readFile opens a file, or creates it, and reads its state.
 func readFile(path string, log *slog.Logger) (f *file, state *services.State, err error) {
 	var opened *os.File
 	// bbolt maps the file into memory. It panics if pages are wrong, and the kernel sends SIGBUS if pages are missing.
@@ -147,8 +148,8 @@ func readFile(path string, log *slog.Logger) (f *file, state *services.State, er
 	return f, state, nil
 }
 
-// isOfSystem reports whether an error is of the file system, and not of what a file holds. bbolt returns errors of mmap
-// and flock as they are.
+// isOfSystem reports whether an error comes from the operating system, and not from the contents of the file. bbolt
+// returns errors of mmap and flock unchanged.
 func isOfSystem(err error) bool {
 	_, path := errors.AsType[*fs.PathError](err)
 	_, number := errors.AsType[syscall.Errno](err)
@@ -182,12 +183,12 @@ func (f *file) read(tx *bolt.Tx, state *services.State) error {
 	if err != nil {
 		return err
 	}
-	state.Apply(all) //nolint:errcheck // it was told of unreadable items when they came; the digests tell of damage
+	state.Apply(all) //nolint:errcheck // unreadable items were reported when they came; the digests show damage
 	digests := state.Digests()
 	if !bytes.Equal(digests.Encode(), facts.Get(keyDigests)) {
 		return errors.New("its items are not those that were written")
 	}
-	// The pages of the items are right, so nothing here leads out of the file.
+	// The pages of the items have been read without a fault, so Check follows no pointer out of the file.
 	for wrong := range tx.Check() {
 		err = cmp.Or(err, wrong)
 	}
@@ -202,7 +203,8 @@ func (f *file) read(tx *bolt.Tx, state *services.State) error {
 	return nil
 }
 
-// add has a change written. digests are those of the state with the change. now: the state is that of the cloud.
+// add queues a change for the next transaction. digests are those of the state after the change. now is the current
+// time: the state is that of the cloud.
 func (f *file) add(d services.Difference, digests services.Digests, now time.Time) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -226,9 +228,9 @@ func (f *file) add(d services.Difference, digests services.Digests, now time.Tim
 	}
 }
 
-// keep writes changes until ctx is done, at most once in every. It calls note with the outcome. If the file is not
-// open, keep tries to open it, and offers adopt the state in it. since returns when the state was last known to be that
-// of the cloud; keep writes that down from time to time, even if nothing changes.
+// keep writes changes until ctx is done, at most once in f.every. It calls note with each result. While the file is not
+// open, keep tries to open it, and then offers the state in it to adopt. since returns when the state was last known to
+// be that of the cloud. keep writes this time now and then, even if nothing changes.
 func (f *file) keep(
 	ctx context.Context, note func(error), adopt func(*services.State, time.Time) bool, since func() time.Time,
 ) {
@@ -259,7 +261,8 @@ func (f *file) keep(
 	}
 }
 
-// renew sets when the state was last known to be that of the cloud, and reports whether that is news.
+// renew stores when the state was last known to be that of the cloud. It reports whether that time is later than the
+// stored one.
 func (f *file) renew(since time.Time) bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -270,8 +273,8 @@ func (f *file) renew(since time.Time) bool {
 	return true
 }
 
-// open opens the file, and offers adopt the state in it. If adopt does not take the state, the next transaction writes
-// all that was added since in its place.
+// open opens the file, and offers the state in it to adopt. If adopt does not take that state, the next transaction
+// replaces it by what was queued meanwhile.
 func (f *file) open(adopt func(state *services.State, since time.Time) bool) error {
 	from, state, err := openFile(f.path, f.log)
 	if err != nil {
@@ -286,7 +289,7 @@ func (f *file) open(adopt func(state *services.State, since time.Time) bool) err
 	return nil
 }
 
-// close writes what is left, and closes the file. since: when the state was last known to be that of the cloud.
+// close writes what is pending, and closes the file. since says when the state was last known to be that of the cloud.
 func (f *file) close(since time.Time) {
 	renewed := f.renew(since)
 	f.mu.Lock()
@@ -300,10 +303,10 @@ func (f *file) close(since time.Time) {
 	}
 }
 
-// errUnusable is the error of a file that bbolt has given up.
+// errUnusable is the error of a file in which bbolt has panicked.
 var errUnusable = errors.New("the file is damaged: start the edge again, which sets it aside")
 
-// write writes what is pending in one transaction. If that fails, it stays pending.
+// write writes all pending changes in one transaction. If that fails, the changes stay pending.
 func (f *file) write() (err error) {
 	f.mu.Lock()
 	if f.db == nil {
@@ -316,7 +319,7 @@ func (f *file) write() (err error) {
 	defer debug.SetPanicOnFault(debug.SetPanicOnFault(true))
 	defer func() {
 		if p := recover(); p != nil {
-			f.db, err = nil, fmt.Errorf("%w (%v)", errUnusable, p) // locks inside of it are held for ever
+			f.db, err = nil, fmt.Errorf("%w (%v)", errUnusable, p) // after a panic, bbolt holds its locks for ever
 			f.raw.Close()
 		}
 		if err != nil && f.db != nil {
@@ -352,7 +355,7 @@ func (f *file) write() (err error) {
 	})
 }
 
-// again makes a change pending that could not be written. Later changes have precedence.
+// again makes changes pending again that could not be written. A later change of the same item has precedence.
 func (f *file) again(pending map[services.Path][]byte, fresh bool) {
 	f.mu.Lock()
 	defer f.mu.Unlock()

@@ -19,24 +19,24 @@ import (
 	"tunnel.example/tunnel/pkg/services"
 )
 
-// The tables with the rules. Nobody else writes to them. Redirects of DNS have a table of their own, which is gone at
-// once when the edge stops.
+// These tables of nftables have the rules. No other program writes to them. Redirects of DNS have a table of their own,
+// which the edge removes at once when it stops.
 const (
 	tableName    = services.RulesTable
 	tableNameDNS = services.RulesTableDNS
 )
 
-// linux is the kernel of this machine. All but original is for one goroutine.
+// linux implements kernel for this machine. Only one goroutine may call its methods, apart from original.
 type linux struct {
-	dns       bool             // the table is that of DNS; set once
+	dns       bool             // the table is the one for DNS; set once
 	full      bool             // the table takes the place of kube-proxy's; set once
-	listeners []netip.AddrPort // of the table that program has written; nil: none
+	listeners []netip.AddrPort // the listeners that the table was written for; nil: program has written no table
 	// noAffinity: this kernel does not support session affinity (Linux 5.2 and 5.3). Each new connection of a caller may
 	// go to any endpoint.
 	noAffinity bool
-	id         string             // of its chains and sets
-	chains     map[chain]struct{} // those of the table that elements lead to
-	built      int                // how many chains these were at first
+	id         string             // the id in the names of the table's chains and sets
+	chains     map[chain]struct{} // the chains of the table that elements lead to
+	built      int                // how many chains program has made
 	programs   int                // how often program has begun to write a table
 }
 
@@ -44,10 +44,10 @@ func newKernel(full bool) (kernel, error) { return &linux{full: full}, nil }
 
 func newDNSKernel() kernel { return &linux{dns: true} }
 
-// isDenied reports whether an error is about missing rights.
+// isDenied reports whether an error says that this process lacks a right.
 func isDenied(err error) bool { return errors.Is(err, unix.EPERM) || errors.Is(err, unix.EACCES) }
 
-// withRights says what to do about missing rights.
+// withRights adds to an error about a missing right what the operator should do.
 func withRights(err error) error {
 	if isDenied(err) {
 		return fmt.Errorf("%w: [mode.edge.services] needs the node's network and the capability CAP_NET_ADMIN", err)
@@ -55,7 +55,7 @@ func withRights(err error) error {
 	return err
 }
 
-// withVersion says what to do about a kernel that cannot have the table.
+// withVersion adds to an error what the operator should do if the kernel lacks a feature that the table needs.
 func withVersion(err error) error {
 	for _, lacks := range []error{unix.ENOENT, unix.EOPNOTSUPP, unix.EAFNOSUPPORT, unix.EPROTONOSUPPORT} {
 		if errors.Is(err, lacks) {
@@ -66,9 +66,10 @@ func withVersion(err error) error {
 	return err
 }
 
-// RemoveRules removes the rules that an edge with Services has left: in mode full, or when it was killed. It is for an
-// edge without: the rules lead nowhere. It does nothing without such rules, and while the edge that has made them runs;
-// then it returns true. Without rights it warns, if an edge with Services was on this machine.
+// RemoveRules removes the rules that an earlier edge with Services has left: in mode full, or when it was killed. An
+// edge without Services calls it, since such rules lead nowhere. If the edge that made the rules still runs,
+// RemoveRules leaves them and returns true. If this process lacks the right to look, it warns, but only if an edge with
+// Services was on this machine.
 func RemoveRules(log *slog.Logger) (stay bool) {
 	stay, err := (&linux{}).tryRemove(log)
 	if isDenied(err) && hasAddress() {
@@ -80,7 +81,8 @@ func RemoveRules(log *slog.Logger) (stay bool) {
 	return stay
 }
 
-// hasAddress reports whether a link has the address that an edge with Services adds to loopback, which stays there.
+// hasAddress reports whether this machine has the address that an edge with Services adds to loopback. The address
+// stays there when the edge ends.
 func hasAddress() bool {
 	addrs, err := net.InterfaceAddrs()
 	return err == nil && slices.ContainsFunc(addrs, func(a net.Addr) bool {
@@ -89,12 +91,13 @@ func hasAddress() bool {
 	})
 }
 
-// RemoveDNSRules is RemoveRules for an edge that serves Services, but answers no names.
+// RemoveDNSRules removes the redirects of DNS that an earlier edge has left. It is for an edge that serves Services,
+// but does not answer DNS queries.
 func RemoveDNSRules(log *slog.Logger) { (&linux{dns: true}).removeLeft(log) }
 
 func (k *linux) removeLeft(log *slog.Logger) { _, _ = k.tryRemove(log) }
 
-// tryRemove removes the table. It reports whether the table stays because the process that has made it runs.
+// tryRemove removes the table. stays is true if the table stays, because the process that made it still runs.
 func (k *linux) tryRemove(log *slog.Logger) (stays bool, err error) {
 	c, err := nftables.New()
 	if err != nil {
@@ -111,7 +114,8 @@ func (k *linux) tryRemove(log *slog.Logger) (stays bool, err error) {
 	return false, err
 }
 
-// owner returns where the process listens that has made the table, if it runs. The names of the chains have its port.
+// owner returns the listener of the process that made the table, if that process runs. Names of chains have the
+// listener's port.
 func (k *linux) owner(c *nftables.Conn) (at netip.AddrPort, lives bool) {
 	chains, err := c.ListChainsOfTableFamily(k.table().Family)
 	if err != nil {
@@ -136,9 +140,9 @@ func (k *linux) owner(c *nftables.Conn) (at netip.AddrPort, lives bool) {
 	return at, false
 }
 
-// open implements kernel. It adds the addresses to loopback: packets to them are for this machine, wherever they come
-// from, which needs no route and no forwarding. Rules of the type redirect would need no address, but fail where a
-// packet comes in by a link that has none.
+// open implements kernel. It adds the addresses to loopback. Packets to these addresses are then for this machine,
+// wherever they come from, without a route or forwarding. nft's redirect would need no address, but it fails for
+// packets that come in by an interface without an address.
 func (*linux) open() ([]netip.Addr, error) {
 	link, err := netlink.LinkByName("lo")
 	if err != nil {
@@ -158,8 +162,8 @@ func (*linux) open() ([]netip.Addr, error) {
 	return nil, fmt.Errorf("adding %s to loopback: %w", addr6, err)
 }
 
-// addAddress adds an address to a link that may have it. The kernel never chooses the address as the source of other
-// connections: of IPv4 because of its scope, of IPv6 because it is deprecated.
+// addAddress adds an address to a network interface, unless the interface has it. The kernel never chooses the address
+// as the source of other connections: IPv4 because of its scope, IPv6 because it is deprecated.
 func addAddress(link netlink.Link, addr netip.Addr) error {
 	a := &netlink.Addr{IPNet: &net.IPNet{IP: addr.AsSlice(), Mask: net.CIDRMask(addr.BitLen(), addr.BitLen())}}
 	if addr.Is4() {
@@ -174,7 +178,8 @@ func addAddress(link netlink.Link, addr netip.Addr) error {
 	return err
 }
 
-// original implements kernel: SO_ORIGINAL_DST of linux/netfilter_ipv4.h, and IP6T_SO_ORIGINAL_DST.
+// original implements kernel. It asks for the socket option SO_ORIGINAL_DST of linux/netfilter_ipv4.h, or
+// IP6T_SO_ORIGINAL_DST.
 func (*linux) original(c net.Conn) (at netip.AddrPort, err error) {
 	tcp, ok := c.(*net.TCPConn)
 	if !ok {

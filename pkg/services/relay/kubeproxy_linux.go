@@ -14,7 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// What kube-proxy has on a node, by its mode: iptables, nftables, ipvs. Kubelet has other chains of iptables:
+// kube-proxy has one of these on a node, by its mode: iptables, nftables or ipvs. Kubelet has other chains of iptables:
 // KUBE-KUBELET-CANARY and KUBE-FIREWALL.
 const (
 	proxyChain = "KUBE-SERVICES"
@@ -39,7 +39,7 @@ func (k *linux) refused() error {
 	return nil
 }
 
-// proxyRules says what kube-proxy has on this node; "": nothing.
+// proxyRules returns the name of what kube-proxy has on this node; "": nothing.
 func proxyRules() (what string, err error) {
 	c, err := nftables.New()
 	if err != nil {
@@ -77,12 +77,12 @@ func proxyRules() (what string, err error) {
 	return "", err
 }
 
-// legacy is iptables of before nftables, for a family.
+// legacy is the kernel's iptables without nftables, for one family.
 type legacy struct {
-	tables string // the file with the names of the tables that are in use
-	module string // is there if the kernel has the table nat
-	domain int    // of the socket
-	level  int    // of its options
+	tables string // the file that names the tables in use
+	module string // a folder that exists if the kernel has the table nat
+	domain int    // the domain of the socket by which the kernel is asked
+	level  int    // the level of that socket's options
 }
 
 func legacy4() legacy {
@@ -93,8 +93,8 @@ func legacy6() legacy {
 	return legacy{"/proc/net/ip6_tables_names", "/sys/module/ip6table_nat", unix.AF_INET6, unix.IPPROTO_IPV6}
 }
 
-// hasChain reports whether the table nat has a chain. It does not ask the kernel for a table that is not in use, since
-// the kernel would make it.
+// hasChain reports whether the table nat has a chain. It does not ask the kernel for a table that is not in use: the
+// kernel would create the table.
 func (l legacy) hasChain(name string) (bool, error) {
 	names, err := os.ReadFile(l.tables)
 	switch {
@@ -137,8 +137,8 @@ func isMissing(err error) bool {
 		func(e error) bool { return errors.Is(err, e) })
 }
 
-// entries returns the rules of the table nat, as the kernel has them: struct ipt_get_entries of
-// linux/netfilter_ipv4/ip_tables.h. Names of chains are text in them.
+// entries returns the rules of the table nat in the kernel's form: struct ipt_get_entries of
+// linux/netfilter_ipv4/ip_tables.h. The names of chains are plain text in it.
 func (l legacy) entries(fd int) ([]byte, error) {
 	const (
 		getInfo, getEntries = 64, 65
@@ -165,7 +165,7 @@ func (l legacy) entries(fd int) ([]byte, error) {
 	return entries[head:], nil
 }
 
-// get is getsockopt(2).
+// get calls getsockopt(2).
 func (l legacy) get(fd, option int, b []byte) error {
 	size := uint32(len(b)) //nolint:gosec // bounded
 	_, _, err := unix.Syscall6(unix.SYS_GETSOCKOPT, uintptr(fd), uintptr(l.level), uintptr(option),

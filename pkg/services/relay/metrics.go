@@ -11,14 +11,14 @@ import (
 
 // counters counts connections to Services since the process started.
 type counters struct {
-	live           atomic.Int64 // gauge: connections that are open now, or wait for an endpoint
+	live           atomic.Int64 // a gauge: connections that are open, or wait for an endpoint
 	opened         atomic.Uint64
 	refused        [16]atomic.Uint64 // by tunnel.Code
-	sent, received atomic.Int64      // bytes, to the endpoints and from them
+	sent, received atomic.Int64      // bytes sent to endpoints, and received from endpoints
 	ways           [3]atomic.Uint64  // conns to endpoints, by via
 }
 
-// via is the way of a conn to its endpoint.
+// via says which way a conn takes to its endpoint.
 type via int
 
 const (
@@ -117,7 +117,7 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	c.datagrams.Collect(ch)
 }
 
-// staleSecondsLocked returns the age of the state, see the metric. The caller holds mu.
+// staleSecondsLocked returns the value of the metric tunnel_services_stale_seconds. The caller holds mu.
 func (r *Relay) staleSecondsLocked() float64 {
 	switch {
 	case r.current:

@@ -22,80 +22,83 @@ import (
 )
 
 const (
-	// nearProtocol is the application protocol in the TLS handshake (RFC 7301). It changes with the lines below it.
+	// nearProtocol is the application protocol in the TLS handshake (ALPN, RFC 7301). A change of the lines that edges
+	// send each other needs a new name.
 	nearProtocol = "tunnel-near/1"
-	// nearTimeout bounds how long a caller waits for a connection to another edge, before the cloud is asked.
+	// nearTimeout bounds how long a caller waits for a connection to another edge, before this edge asks the cloud.
 	nearTimeout = 300 * time.Millisecond
 	// After a failure, an edge is not tried for minNearPause. The pause doubles with each further failure, up to
 	// maxNearPause.
 	minNearPause = 10 * time.Second
 	maxNearPause = 10 * time.Minute
-	// maxNearAddrs bounds the addresses of an edge that are tried, all at once.
+	// maxNearAddrs bounds the addresses of another edge that this edge tries. It tries them all at once.
 	maxNearAddrs = 4
 	// maxNearDials bounds the attempts to one edge that have no answer yet. Further conns go through the cloud.
 	maxNearDials = 128
-	// maxNearPeers bounds the edges that are remembered.
+	// maxNearPeers bounds the other edges whose failures this edge remembers.
 	maxNearPeers = 4096
-	// lookPause is how long the list of this machine's networks is kept. An interface has no part in most changes.
+	// lookPause is how long the list of this machine's networks is kept. The kernel tells nothing when an address changes,
+	// so the edge looks again.
 	lookPause = 5 * time.Second
 )
 
 // NearConfig configures the shortcut between edges of one site.
 type NearConfig struct {
-	Listen netip.AddrPort // where other edges connect. All edges of a site have the same port.
-	// Certificate returns the certificate of this node. It proves the node to other edges, and is asked for each time.
+	Listen netip.AddrPort // where this edge listens for other edges; all edges of a site use the same port
+	// Certificate returns the certificate by which this node proves to other edges which node it is. Near calls it for
+	// each connection.
 	Certificate func() *tls.Certificate
-	// Verify returns the node of a certificate chain, leaf first, or why the chain is not valid now. It does not
-	// distinguish between the edge that connects and the one that accepts: both have the certificate of a node.
+	// Verify returns the node of a certificate chain, leaf first, or why the chain is not valid now. Certificates of nodes
+	// are valid for both ends of a connection: for the edge that connects and for the edge that accepts.
 	Verify  func(chain []*x509.Certificate) (tunnel.NodeName, error)
 	Sockets *listen.Sockets // opens the listener; nil: nobody can take it over
 }
 
-// Near is the module of the shortcut between edges of one site: a conn to an endpoint on a node of this site goes there
-// over the local network, by TLS 1.3 with the certificates of both nodes. In this direction it is [Near.reach]; near.go
-// has it. nearserve.go has the other one.
+// Near is the module of the shortcut between edges of one site. A conn to an endpoint on another node of the site goes
+// over the local network, by TLS 1.3 with the certificates of both nodes. near.go has the edge that connects
+// (Near.reach), and nearserve.go has the edge that accepts.
 //
 // A node is of this site if its Node has the zone of this node, or an InternalIP in a network of this machine. That is
-// a guess, which costs nearTimeout if it is wrong: only the certificate decides who is there. All of it comes from the
-// state, so the shortcut works without the cloud, too.
+// a guess. A wrong guess costs nearTimeout; only the certificate proves which node is there. The guess needs only the
+// state, so the shortcut works without the cloud.
 //
-// An attempt that fails is no error of the caller: the conn goes through the cloud.
+// If an attempt fails, the caller gets no error: the conn goes through the cloud.
 type Near struct {
 	// Set once.
 	cfg      NearConfig
 	relay    *Relay
 	edge     *Edge
 	log      *slog.Logger
-	grace    time.Duration // how long conns of other edges may go on after Run's ctx is done
+	grace    time.Duration // how long conns of other edges may continue after Run's ctx is done
 	silence  time.Duration // nearSilence
 	dial     func(ctx context.Context, network, addr string) (net.Conn, error)
-	networks func() []netip.Prefix // of this machine's interfaces
+	networks func() []netip.Prefix // returns the networks of this machine's interfaces
 	listened chan struct{}         // closed by Run when addr is set; nothing is sent
 	addr     net.Addr              // of the listener; set before listened is closed
 
-	callers nearCallers // other edges
+	callers nearCallers // the other edges that have conns here
 	counts  nearCounters
-	denied  refusals       // targets that other edges leave to the cloud
-	told    tunnel.Limiter // of log lines about other edges
+	denied  refusals       // targets that another edge has denied: the cloud is asked for them
+	told    tunnel.Limiter // limits log lines about other edges
 
 	mu     sync.Mutex // guards the following
 	peers  map[string]*nearPeer
-	onLink []netip.Prefix // the last answer of networks
-	looked time.Time      // when that was; zero: never
+	onLink []netip.Prefix // what networks returned last
+	looked time.Time      // when networks was called last; zero: never
 }
 
 var _ tunnel.Module = (*Near)(nil)
 
-// nearPeer is what an edge remembers of another one. Near.mu guards it.
+// nearPeer is what an edge remembers of one other edge. Near.mu guards it.
 type nearPeer struct {
 	addrs    []netip.AddrPort
 	dialing  int           // attempts without an answer
-	failures int           // pauses so far
-	pause    time.Duration // after the last failure; 0: the last attempt has succeeded, or there was none
+	failures int           // failed attempts that began a pause
+	pause    time.Duration // how long the last failure stops attempts; 0: the last attempt succeeded, or there was none
 	until    time.Time     // the end of pause
 }
 
-// NewNear returns the module. e and its relay must not run yet.
+// NewNear returns the module. Neither e nor its relay may run yet.
 func NewNear(e *Edge, cfg NearConfig) *Near {
 	n := &Near{
 		cfg: cfg, relay: e.relay, edge: e, log: e.relay.log, grace: tunnel.GracePeriod, silence: nearSilence,
@@ -108,7 +111,8 @@ func NewNear(e *Edge, cfg NearConfig) *Near {
 	return n
 }
 
-// nearKeepAlive finds a peer that has vanished while nothing is sent. nearConn finds the others.
+// nearKeepAlive finds a peer that vanishes while the conn is idle. nearConn finds a peer that vanishes while bytes are
+// sent.
 func nearKeepAlive() net.KeepAliveConfig {
 	return net.KeepAliveConfig{Enable: true, Idle: 10 * time.Second, Interval: 5 * time.Second, Count: 4}
 }
@@ -118,7 +122,8 @@ func nearControl(network, addr string, c syscall.RawConn) error {
 	return errors.Join(directControl(network, addr, c), boundSilence(network, addr, c))
 }
 
-// ownNetworks returns the networks of this machine's interfaces. Link-local ones are the same everywhere.
+// ownNetworks returns the networks of this machine's interfaces. It leaves out link-local networks, which are the same
+// on all machines.
 func ownNetworks() (all []netip.Prefix) {
 	addrs, err := net.InterfaceAddrs()
 	if err != nil {
@@ -132,8 +137,8 @@ func ownNetworks() (all []netip.Prefix) {
 	return all
 }
 
-// reach connects to an endpoint on another node of this site. answered is false if the cloud is to be asked: the node
-// is elsewhere, or its edge cannot be reached, or it does not decide. n may be nil.
+// reach connects to an endpoint on another node of this site. If answered is false, the relay should ask the cloud: the
+// node is elsewhere, its edge cannot be reached, or its edge does not decide. n may be nil.
 func (n *Near) reach(ctx context.Context, to way) (c net.Conn, answered bool, err error) {
 	if n == nil || to.protocol != protocolTCP || n.denied.get(to.target()) != nil {
 		return nil, false, nil
@@ -144,7 +149,7 @@ func (n *Near) reach(ctx context.Context, to way) (c net.Conn, answered bool, er
 		return nil, false, nil
 	}
 	made, refusal, err := n.open(ctx, tunnel.NodeName(node), p.addrs, to.target())
-	gaveUp := err != nil && ctx.Err() != nil // says nothing about the node
+	gaveUp := err != nil && ctx.Err() != nil // such an end says nothing about the node
 	n.leave(node, p, failures, err, gaveUp)
 	switch {
 	case gaveUp:
@@ -162,8 +167,8 @@ func (n *Near) reach(ctx context.Context, to way) (c net.Conn, answered bool, er
 	return nil, true, refusal
 }
 
-// enter counts an attempt to reach a node, and returns how many have failed before. p is nil if there is to be no
-// attempt now.
+// enter counts an attempt to reach a node, and returns how many attempts have failed before. p is nil if this edge
+// should not try that node now.
 func (n *Near) enter(node string) (p *nearPeer, failures int) {
 	addrs := n.addrsOf(node)
 	if len(addrs) == 0 {
@@ -184,13 +189,14 @@ func (n *Near) enter(node string) (p *nearPeer, failures int) {
 		return nil, 0
 	}
 	if p.pause > 0 {
-		p.until = now.Add(p.pause) // one caller tries, and the others do not wait for it
+		p.until = now.Add(p.pause) // this caller tries; others do not try meanwhile
 	}
 	p.dialing++
 	return p, p.failures
 }
 
-// leave undoes enter, and notes how the attempt has ended. gaveUp: the caller did not wait for that.
+// leave ends an attempt that enter has counted, and notes its result. gaveUp says that the caller's time ended first,
+// so that the result is unknown.
 func (n *Near) leave(node string, p *nearPeer, failures int, err error, gaveUp bool) {
 	n.mu.Lock()
 	before := p.pause
@@ -198,7 +204,7 @@ func (n *Near) leave(node string, p *nearPeer, failures int, err error, gaveUp b
 	switch {
 	case err == nil:
 		p.pause = 0
-	case !gaveUp && p.failures == failures: // else another attempt has noted it
+	case !gaveUp && p.failures == failures: // else another attempt, made at the same time, has begun the pause
 		p.failures++
 		p.pause = min(max(2*before, minNearPause), maxNearPause)
 		p.until = time.Now().Add(p.pause)
@@ -221,13 +227,13 @@ func (n *Near) leave(node string, p *nearPeer, failures int, err error, gaveUp b
 	}
 }
 
-// addrsOf returns where the edge of a node listens for the edges of its site; none: the node is of another site, or
-// its edge serves no Services.
+// addrsOf returns where the edge of a node listens for the edges of its site. It returns nothing if the node is of
+// another site, or its edge serves no Services.
 func (n *Near) addrsOf(name string) (all []netip.AddrPort) {
 	r := n.relay
 	r.mu.RLock()
 	self, node := r.state.Node(string(r.cfg.Node)), r.state.Node(name)
-	r.mu.RUnlock() // values of the state do not change
+	r.mu.RUnlock() // the values in a state never change
 	if !node.GetEdge() || name == string(r.cfg.Node) {
 		return nil
 	}
@@ -246,7 +252,8 @@ func (n *Near) addrsOf(name string) (all []netip.AddrPort) {
 	return all[:min(len(all), maxNearAddrs)]
 }
 
-// linked returns the networks of this machine. If they have changed, all nodes may be tried again.
+// linked returns the networks of this machine. If they have changed, linked forgets all failures: this machine may be
+// in another place.
 func (n *Near) linked() []netip.Prefix {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -261,7 +268,8 @@ func (n *Near) linked() []netip.Prefix {
 	return n.onLink
 }
 
-// open asks the edge of a node for a conn to a target. err: the edge cannot be reached, or its answer makes no sense.
+// open asks the edge of a node for a conn to a target. err says that the edge cannot be reached, or that its answer
+// makes no sense.
 func (n *Near) open(
 	ctx context.Context, node tunnel.NodeName, addrs []netip.AddrPort, target string,
 ) (c net.Conn, refusal *tunnel.Refusal, err error) {
@@ -291,7 +299,8 @@ func (n *Near) open(
 	return nil, nil, fmt.Errorf("the edge of node %s: %w", node, refusal)
 }
 
-// connect connects to the first address that proves to be the edge of a node.
+// connect connects to all addresses at once, and returns the first connection whose peer proves to be the edge of the
+// node.
 func (n *Near) connect(ctx context.Context, node tunnel.NodeName, addrs []netip.AddrPort) (*nearConn, error) {
 	ctx, cancel := context.WithTimeout(ctx, nearTimeout)
 	defer cancel()
@@ -329,7 +338,7 @@ func (n *Near) connect(ctx context.Context, node tunnel.NodeName, addrs []netip.
 	return first, nil
 }
 
-// shakeHands connects to an address, and verifies that the edge of a node is there.
+// shakeHands connects to an address, and verifies that the edge of the node is there.
 func (n *Near) shakeHands(ctx context.Context, node tunnel.NodeName, addr netip.AddrPort) (*nearConn, error) {
 	raw, err := n.dial(ctx, "tcp", addr.String())
 	if err != nil {
@@ -352,7 +361,7 @@ func (n *Near) shakeHands(ctx context.Context, node tunnel.NodeName, addr netip.
 	return &nearConn{Conn: c, tcp: tcp, asked: true, silence: n.silence}, nil
 }
 
-// tls returns what both ends of a TLS connection have in common. The caller sets VerifyConnection.
+// tls returns the configuration that both ends of a TLS connection share. The caller sets VerifyConnection.
 func (n *Near) tls() *tls.Config {
 	return &tls.Config{
 		MinVersion: tls.VersionTLS13, NextProtos: []string{nearProtocol},
@@ -360,7 +369,7 @@ func (n *Near) tls() *tls.Config {
 		// The certificates of nodes have no names of hosts, and are for clients: VerifyConnection verifies them.
 		InsecureSkipVerify: true, //nolint:gosec // as said above
 		ClientAuth:         tls.RequireAnyClientCert,
-		// A resumed session would keep a certificate that is not valid any more.
+		// A resumed session would keep a certificate that has become invalid meanwhile.
 		SessionTicketsDisabled: true, DynamicRecordSizingDisabled: true,
 	}
 }
@@ -373,8 +382,8 @@ func (n *Near) verify(state tls.ConnectionState) (tunnel.NodeName, error) {
 	return n.cfg.Verify(state.PeerCertificates)
 }
 
-// wholeTLS is a connection below TLS. crypto/tls ends cleanly, too, if there is no close_notify before the end of the
-// connection (RFC 8446 section 6.1): somebody in the network could cut off a conn, so such an end is a reset.
+// wholeTLS is the TCP connection below TLS. crypto/tls also accepts an end without close_notify (RFC 8446 section 6.1),
+// so somebody in the network could cut off a conn unnoticed. wholeTLS turns such an end into a reset.
 type wholeTLS struct{ net.Conn }
 
 // Read implements net.Conn.
@@ -390,7 +399,7 @@ func (c wholeTLS) Read(b []byte) (int, error) {
 // the name of a code, a space and a text. After nearOpened, both directions carry the bytes of the conn.
 const (
 	nearOpened = "opened"
-	maxNear    = 1100 // bytes of a line, with its end; a path has maxPath at most
+	maxNear    = 1100 // bytes of a line, with its end; a target's path has at most maxPath bytes
 	maxReason  = 512  // bytes of a text
 )
 
@@ -399,7 +408,7 @@ func answerLine(refusal error) string {
 	if refusal == nil {
 		return nearOpened + "\n"
 	}
-	text := "this edge cannot connect" // what the error says is for the log of this edge alone
+	text := "this edge cannot connect" // the details are only for the log of this edge
 	if r, ok := errors.AsType[*tunnel.Refusal](refusal); ok {
 		text = tunnel.Printable(r.Text[:min(len(r.Text), maxReason)])
 	}
@@ -422,7 +431,7 @@ func readAnswer(r io.Reader) (refusal *tunnel.Refusal, err error) {
 	return nil, fmt.Errorf("%.40q is no answer", line)
 }
 
-// readLine reads a line of maxNear bytes at most, and no byte behind it.
+// readLine reads a line of maxNear bytes at most. It reads no byte after the line: that byte belongs to the conn.
 func readLine(r io.Reader) (string, error) {
 	line := make([]byte, 0, maxNear)
 	for len(line) < cap(line) {

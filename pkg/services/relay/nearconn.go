@@ -10,44 +10,44 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// nearSilence is how long the kernel of another edge may acknowledge nothing while this kernel resends. Without a
-// bound of ours, Linux resends for some 15 minutes.
+// nearSilence is how long the kernel of another edge may acknowledge nothing while this machine's kernel resends.
+// Without this bound, Linux resends for some 15 minutes.
 const nearSilence = 30 * time.Second
 
-// nearLooks is how often within that time a conn asks its kernel.
+// nearLooks is how often a conn asks its kernel within nearSilence.
 const nearLooks = 6
 
 // nearConn is a conn between two edges.
 //
-// TCP_USER_TIMEOUT bounds the handshake and the request, see boundSilence. From carry on, the conn has no such bound: a
-// stalled reader may keep its peer waiting for any time, and the kernel's timeout cannot distinguish a stalled reader
-// from a cut link (tcp(7)). So the conn asks its kernel instead.
+// TCP_USER_TIMEOUT bounds the handshake and the request, see boundSilence. After carry, the conn has no such timeout. A
+// stalled reader may let its peer wait for any time, and TCP_USER_TIMEOUT cannot distinguish a stalled reader from a
+// cut link (tcp(7)). So after carry the conn asks its kernel from time to time whether the peer still acknowledges.
 type nearConn struct {
 	// Set once.
 	*tls.Conn
 	tcp     *net.TCPConn
 	asked   bool          // this edge has asked for the conn: the endpoint is at the other edge
-	silence time.Duration // as Near.silence
+	silence time.Duration // nearSilence, but shorter in tests
 
 	mu      sync.Mutex  // guards the following
 	check   *time.Timer // calls look; nil before carry
 	ended   bool        // Close or Reset was called
-	onReset func()      // of Splice; nil before Splice
-	unheard time.Time   // when look first saw that the kernel resends without an answer; zero: it does not
+	onReset func()      // set by Splice: what to call when look resets the conn; nil before Splice
+	unheard time.Time   // when look first saw that the kernel resends unanswered; zero: the kernel does not
 
-	moved    int64 // see Answered
+	moved    int64 // bytes of both directions, see Answered
 	received bool  // the last bytes came from the other edge
 	passed   bool  // Splice has written the bytes that Read has last returned
 }
 
 var _ tunnel.Resetter = (*nearConn)(nil)
 
-// carry is called when both edges have agreed on the conn, before Splice.
+// carry starts the checks of a conn that both edges have agreed on. It is called before Splice.
 func (c *nearConn) carry() {
 	unboundSilence(c.tcp)
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.moved, c.received = 0, false // lines of the edges are no bytes of the conn
+	c.moved, c.received = 0, false // the lines that edges send each other are not part of the conn
 	c.check = time.AfterFunc(c.silence/nearLooks, c.look)
 }
 
@@ -78,14 +78,14 @@ func (c *nearConn) look() {
 	}
 }
 
-// OnReset is for tunnel.Splice: f is called if look resets the conn.
+// OnReset is for tunnel.Splice. If look resets the conn, it calls f.
 func (c *nearConn) OnReset(f func()) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.onReset = f
 }
 
-// end ends the looks.
+// end stops the calls of look.
 func (c *nearConn) end() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -119,9 +119,9 @@ func (c *nearConn) Write(b []byte) (int, error) {
 	return c.Conn.Write(b)
 }
 
-// Answered reports whether the last bytes of the conn came from the other edge, and were handed on: so far, an answer
-// has followed each request. moved counts the bytes of both directions. While the process stops, tunnel.Splice ends
-// such a conn at a quiet moment. At the edge that has the endpoint, ok is always false.
+// Answered reports whether the last bytes of the conn came from the other edge and were handed on: then the last
+// request has its answer. moved counts the bytes of both directions. While the process stops, tunnel.Splice ends such a
+// conn at a quiet moment. At the edge that has the endpoint, ok is always false.
 func (c *nearConn) Answered() (moved int64, ok bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

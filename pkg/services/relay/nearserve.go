@@ -19,15 +19,15 @@ import (
 )
 
 const (
-	// What peers may use that have not proven yet which node they are.
+	// These bound peers that have not proven yet which node they are.
 	maxNearStrangers  = 256
 	maxNearPerSource  = 64
 	nearHandshakeTime = 2 * time.Second
 	nearStrangerBytes = 64 << 10
-	// nearRequestTime is how long a node may take to send its request.
+	// nearRequestTime is how long a node may take to send its request, and to read the answer.
 	nearRequestTime = 2 * time.Second
-	// maxNearServed bounds the conns of all other edges at once, and maxNearPerNode those of one of them.
-	// Each takes some 130 KiB.
+	// maxNearServed bounds the conns of all other edges together. maxNearPerNode bounds the conns of one other edge. Each
+	// conn takes some 130 KiB.
 	maxNearServed  = 2048
 	maxNearPerNode = 512
 )
@@ -51,8 +51,8 @@ func (n *Near) Status() string {
 		n.callers.live(), reached, paused)
 }
 
-// Run implements tunnel.Module: it serves other edges until ctx is done, and then lets their conns go on for
-// tunnel.GracePeriod. A listener that cannot be opened, or that breaks, is an error.
+// Run implements tunnel.Module. It serves other edges until ctx is done. Then their conns may continue for
+// tunnel.GracePeriod. If the listener cannot be opened, or breaks, Run returns an error.
 func (n *Near) Run(ctx context.Context) error {
 	opened, err := n.cfg.Sockets.Listen(ctx, listen.Edges, nearListenConfig(), "tcp", n.cfg.Listen.String())
 	if err != nil {
@@ -91,20 +91,20 @@ func (n *Near) Run(ctx context.Context) error {
 	return nil
 }
 
-// Drain refuses further conns of other edges, which then ask the cloud. Open conns go on.
+// Drain makes this edge refuse further conns of other edges, which then ask the cloud. Open conns continue.
 func (n *Near) Drain() { n.callers.drain() }
 
 // Conns returns how many conns other edges have here.
 func (n *Near) Conns() int64 { return int64(n.callers.live()) }
 
-// nearListenConfig is of a listener for other edges.
+// nearListenConfig returns the configuration of the listener for other edges.
 func nearListenConfig() net.ListenConfig {
 	lc := net.ListenConfig{KeepAliveConfig: nearKeepAlive(), Control: boundSilence}
 	lc.SetMultipathTCP(false) // accepted connections would not inherit what boundSilence sets
 	return lc
 }
 
-// accepted serves a connection that somebody has opened.
+// accepted serves a connection from a peer: after the TLS handshake it is known which node the peer is.
 func (n *Near) accepted(ctx context.Context, raw *listen.Conn) {
 	defer raw.Close()
 	tunnel.ResetOnDeath(raw)
@@ -127,7 +127,7 @@ func (n *Near) accepted(ctx context.Context, raw *listen.Conn) {
 		"bytes", sent+received, "dur", time.Since(start), "err", err)
 }
 
-// serve answers the request of a node, and serves the conn.
+// serve answers the request of a node. If the answer is nearOpened, serve forwards the conn until it ends.
 func (n *Near) serve(
 	ctx context.Context, node tunnel.NodeName, c *nearConn,
 ) (line string, sent, received int64, err error) {
@@ -159,8 +159,8 @@ func (n *Near) serve(
 	return line, sent, received, err
 }
 
-// dialOwn connects to the endpoint that another edge asks for. It is the same decision as the cloud's: an endpoint on
-// this node, of a Service that edges relay; and the same as for a conn of the cloud, see Edge.serve.
+// dialOwn connects to the endpoint that another edge asks for. It permits what the cloud would permit: an endpoint on
+// this node, of a Service that edges relay. Then Edge.serve decides, as it does for a conn through the cloud.
 func (n *Near) dialOwn(ctx context.Context, node tunnel.NodeName, line string) (net.Conn, error) {
 	t, err := parseNear(line)
 	if err != nil {
@@ -178,8 +178,8 @@ func (n *Near) dialOwn(ctx context.Context, node tunnel.NodeName, line string) (
 	})
 }
 
-// ownEndpoint returns the address of an endpoint on this node. ok is false if it is on another one, or if edges do not
-// relay its Service.
+// ownEndpoint returns the address of an endpoint on this node. ok is false if the endpoint is on another node, or if
+// edges do not relay its Service.
 func (r *Relay) ownEndpoint(t services.Target) (at netip.AddrPort, ok bool) {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
@@ -195,17 +195,17 @@ func (r *Relay) ownEndpoint(t services.Target) (at netip.AddrPort, ok bool) {
 	addr, ok := addressOf(r.state, e)
 	at = netip.AddrPortFrom(addr, t.Port)
 	_, own := r.plan.own[address{at, t.Protocol}]
-	return at, ok && own // so Edge.serve does not wait for a newer state
+	return at, ok && own // with own, Edge.serve does not wait for a newer state
 }
 
-// knows reports whether a node is one of the cluster, and its edge serves Services.
+// knows reports whether the state has a node, and the node's edge serves Services.
 func (n *Near) knows(node tunnel.NodeName) bool {
 	n.relay.mu.RLock()
 	defer n.relay.mu.RUnlock()
 	return n.relay.state.Node(string(node)).GetEdge()
 }
 
-// dismiss ends the conns of nodes that are no longer known, until ctx is done.
+// dismiss ends the conns of nodes that knows no longer accepts, each time the state has changed, until ctx is done.
 func (n *Near) dismiss(ctx context.Context) {
 	for {
 		n.relay.mu.Lock()
@@ -220,7 +220,7 @@ func (n *Near) dismiss(ctx context.Context) {
 	}
 }
 
-// nearCallers are the other edges that have conns here.
+// nearCallers counts the conns that other edges have here.
 type nearCallers struct {
 	mu       sync.Mutex // guards the following
 	draining bool       // no further conn begins
@@ -230,12 +230,12 @@ type nearCallers struct {
 
 type nearCaller struct {
 	conns int
-	ctx   context.Context //nolint:containedctx // of the conns
+	ctx   context.Context //nolint:containedctx // of the node's conns
 	end   context.CancelFunc
 }
 
-// enter counts a conn of a node. ctx is the conn's, and done when the node is dismissed. The caller calls leave, also
-// with a refusal.
+// enter counts a conn of a node, and returns the context of the conn. The context ends when the node is dismissed. The
+// caller must call leave, even after a refusal.
 func (a *nearCallers) enter(
 	ctx context.Context, node tunnel.NodeName, knows func(tunnel.NodeName) bool,
 ) (_ context.Context, leave func(), refusal error) {

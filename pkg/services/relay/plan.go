@@ -376,7 +376,7 @@ func (w way) target() string {
 type ways struct {
 	direct []way // this node reaches them by itself
 	far    []way // the tunnel leads to them
-	none   []way // the edge knows no way to them
+	none   []way // neither the node nor the tunnel is known to reach them
 	// unreached are the ways of none whose address an endpoint may have. Packets may get there by routes that the edge
 	// does not know.
 	unreached []way

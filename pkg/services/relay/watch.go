@@ -20,23 +20,23 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// What a cloud may send. A cluster of 10,000 Services with 20 endpoints each needs a tenth of it.
+// These bound what a cloud may send. A cluster of 10,000 Services with 20 endpoints each needs a tenth of maxSeries.
 const (
 	maxBatch  = 1 << 20   // bytes of one batch, when it is not compressed; clouds send 64 KiB
-	maxSeries = 128 << 20 // bytes of the batches that belong together, with batchCost for each
-	batchCost = 1 << 10   // bytes that a batch counts beside its own, so that empty batches come to an end
+	maxSeries = 128 << 20 // bytes of the batches of one series, with batchCost for each batch
+	batchCost = 1 << 10   // what each batch counts in addition, so that empty batches reach maxSeries, too
 	maxPath   = 1 << 10   // bytes
 	maxValue  = 64 << 10  // bytes
 )
 
 const (
-	// After a stream has failed, the next one is opened after a random part of a time that doubles from minPause to
-	// maxPause.
+	// After a stream has failed, the relay waits before it opens the next one: a random half to whole of a pause. The
+	// pause doubles from minPause to maxPause.
 	minPause = time.Second
 	maxPause = 30 * time.Second
 )
 
-// follow keeps the state as the cloud says, until ctx is done.
+// follow applies what the cloud sends to the state, until ctx is done.
 func (r *Relay) follow(ctx context.Context, f *file) {
 	kept := make(aside)
 	for pause := minPause; ctx.Err() == nil; pause = min(2*pause, maxPause) {
@@ -60,7 +60,7 @@ func (r *Relay) follow(ctx context.Context, f *file) {
 	}
 }
 
-// explained returns the error of a stream for an operator.
+// explained returns the error of a stream in words for an operator.
 func explained(err error) error {
 	switch status.Code(err) {
 	case codes.Unimplemented:
@@ -71,8 +71,8 @@ func explained(err error) error {
 	return err
 }
 
-// followOnce applies what one stream sends. applied: the state was that of the cloud for a moment. kept holds what
-// streams before this one have sent of a first series, and takes what this one sends of it.
+// followOnce applies what one stream sends. applied says that the state was that of the cloud for a moment. kept has
+// the buckets that earlier streams have sent of a first series; followOnce adds those of this stream.
 func (r *Relay) followOnce(ctx context.Context, f *file, kept aside) (applied bool, err error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -113,8 +113,8 @@ func (r *Relay) followOnce(ctx context.Context, f *file, kept aside) (applied bo
 	}
 }
 
-// receive returns the batches that belong together. It asks for each but the first. size is the number of bytes that
-// belong to the same series and were received before. With an error, receive returns the batches before the error.
+// receive returns the batches of one series. It asks for each batch but the first. size is the number of bytes of the
+// same series that were received before. With an error, receive returns the batches before the error.
 func receive(stream Stream, size int) (series []*pb.Changes, err error) {
 	for {
 		batch, err := stream.Recv()
@@ -144,9 +144,10 @@ func receive(stream Stream, size int) (series []*pb.Changes, err error) {
 	}
 }
 
-// aside holds the buckets that a cloud has sent whole, in a first series that has not ended. The next stream claims
-// them, so that the cloud sends only the other buckets: over a thin link that breaks often, the first series arrives
-// in parts. A bucket is applied with its series alone: the endpoints of a Service are in several buckets.
+// aside holds the buckets that a cloud has sent whole, in a first series that broke off. The next stream tells the
+// cloud that this edge has these buckets, so that the cloud sends only the others. So the first series arrives in parts
+// over a thin link that breaks often. A bucket is applied only with the whole series, since the endpoints of one
+// Service are in several buckets.
 type aside map[uint32][]*pb.Item
 
 // keep takes the buckets that have arrived whole in a series that broke off. The last bucket may lack items.
@@ -171,7 +172,7 @@ func (a aside) keep(series []*pb.Changes) {
 	maps.Copy(a, named)
 }
 
-// claim puts the digests of the buckets in a into the digests of the state.
+// claim replaces digests of the state by those of the buckets in a.
 func (a aside) claim(digests *services.Digests) {
 	for b, items := range a {
 		digests[b] = 0
@@ -210,7 +211,7 @@ func (a aside) complete(series []*pb.Changes) []*pb.Changes {
 	return append([]*pb.Changes{before}, series...)
 }
 
-// inflate returns what was compressed.
+// inflate returns decompressed data (RFC 1951).
 func inflate(data []byte) ([]byte, error) {
 	all, err := io.ReadAll(io.LimitReader(flate.NewReader(bytes.NewReader(data)), maxBatch+1))
 	if err != nil {
