@@ -37,8 +37,7 @@ const (
 	maxNearDials = 128
 	// maxNearPeers bounds the other edges whose failures this edge remembers.
 	maxNearPeers = 4096
-	// lookPause is how long the list of this machine's networks is kept. The kernel tells nothing when an address changes,
-	// so the edge looks again.
+	// lookPause is how long the edge keeps the list of this machine's networks before it asks the kernel again.
 	lookPause = 5 * time.Second
 )
 
