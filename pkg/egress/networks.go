@@ -108,8 +108,8 @@ func (f *FrontDoor) announceNetworks(ctx context.Context) error {
 	}
 }
 
-// announceOnce sends its networks to each session for which they differ from those in announced. It returns the networks
-// that each live session now knows.
+// announceOnce sends its networks to each session for which they differ from those in announced. It returns the
+// networks that each live session now knows.
 func (f *FrontDoor) announceOnce(announced map[*tunnel.Session][]netip.Prefix) map[*tunnel.Session][]netip.Prefix {
 	var all map[tunnel.NodeName]konnectivity.Identifiers
 	if f.cfg.Kubernetes {

@@ -5,7 +5,7 @@ import (
 	"path"
 )
 
-// Right is a right in Kubernetes, as a rule of RBAC grants it.
+// Right is one permission in Kubernetes, as a rule of RBAC grants it.
 type Right struct {
 	Verb, Group, Resource string
 	Subresource           string // "": the resource itself
@@ -27,8 +27,8 @@ func (r Right) String() string {
 
 const accessReviews = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 
-// accessReview holds the fields that are used of a SelfSubjectAccessReview (k8s.io/api/authorization/v1). The API
-// server answers it and does not store it. Every user may create one.
+// accessReview holds the fields of a SelfSubjectAccessReview (k8s.io/api/authorization/v1) that May uses. The API
+// server answers the review and does not store it. Every user may create a review.
 type accessReview struct {
 	Spec struct {
 		Attributes resourceAttributes `json:"resourceAttributes"`

@@ -26,9 +26,10 @@ import (
 //     that a Node claims, unless it is the own name of another Node.
 //
 // A kubelet can also set spec.podCIDRs of its own Node, once, before kube-controller-manager sets
-// it. So neither a Node's address nor a pods' network overrides the other: pkg/egress refuses to
-// dial an address that is both, and the rest of the network counts. A network is rejected if it
-// holds addresses of Services or of the control plane, or is too wide for one Node.
+// it. So neither a Node's address nor a network of pods overrides the other. pkg/egress refuses to
+// dial an address that one Node has and that is in the network of another Node's pods; the rest of
+// the network counts. A network is rejected if it holds addresses of Services or of the control
+// plane, or is too wide for one Node.
 
 // maxAddresses is how many entries of a Node's status.addresses are read. Machines have a few, but
 // a status has room for tens of thousands.
@@ -61,7 +62,7 @@ func nodeOf(o any) (tunnel.NodeName, node, error) {
 	n := node{controlPlane: isControlPlane(object.Labels), addresses: object.Status.Addresses}
 	if skipped := len(n.addresses) - maxAddresses; skipped > 0 {
 		n.skipped, n.firstSkipped = skipped, n.addresses[maxAddresses].Address
-		n.addresses = slices.Clone(n.addresses[:maxAddresses]) // frees the memory of the skipped ones
+		n.addresses = slices.Clone(n.addresses[:maxAddresses]) // frees the memory of the skipped addresses
 	}
 	for _, text := range object.Spec.PodCIDRs {
 		if p, err := netip.ParsePrefix(text); err == nil {
@@ -71,8 +72,8 @@ func nodeOf(o any) (tunnel.NodeName, node, error) {
 	return name, n, nil
 }
 
-// unmapped returns p as an IPv4 network if it is an IPv4-mapped IPv6 network, else p. It clears the
-// bits behind the prefix.
+// unmapped turns an IPv4-mapped IPv6 network into the IPv4 network, and leaves other networks as they
+// are. It clears the bits behind the prefix.
 func unmapped(p netip.Prefix) netip.Prefix {
 	if a := p.Addr(); a.Is4In6() && p.Bits() >= 96 {
 		p = netip.PrefixFrom(a.Unmap(), p.Bits()-96)
@@ -86,14 +87,15 @@ type claims struct {
 	contested []contested               // sorted by node and address
 }
 
-// The shortest prefix that a network for the pods of one Node may have, in bits; usual are /24 and
-// /64. The limit bounds how many addresses a Node can block by a false claim.
+// The shortest prefix that a network for the pods of one Node may have, in bits. Usual prefixes are
+// /24 and /64. The limit bounds how many addresses a Node can block by a false claim.
 const (
 	minPodBits4 = 16 // IPv4
 	minPodBits6 = 48 // IPv6
 )
 
-// contested is an address, or a network of pods, that is not accepted, or that two Nodes claim.
+// contested is a Node's claim of an address, or of a network of pods, that this package does not
+// accept, or that another Node claims as well.
 type contested struct {
 	node    tunnel.NodeName
 	address string
@@ -114,7 +116,7 @@ func resolveClaims(nodes map[tunnel.NodeName]node, services []netip.Prefix, api 
 	for name, n := range nodes {
 		r.result.reach[name] = Reach{PodCIDRs: r.acceptPodCIDRs(name, n)}
 	}
-	// Only after every network is known can it be compared with the other Nodes' claims.
+	// r.networks is complete now, so the claims of each Node can be compared with the networks of all other Nodes.
 	r.lengths = r.networks.lengths()
 	for name, n := range nodes {
 		reach := r.result.reach[name]
@@ -159,14 +161,14 @@ type resolver struct {
 	result   *claims
 }
 
-// contest records a claim that is not accepted, or that two Nodes make.
+// contest records a claim that is not accepted, or that another Node makes as well.
 func (r *resolver) contest(node tunnel.NodeName, address, reason string) {
 	r.result.contested = append(r.result.contested, contested{node, address, reason})
 }
 
 // acceptPodCIDRs returns the networks of a Node's pods that are accepted, and records them in
-// r.networks. A control-plane node has none: no node is dialled for its pods, which may be
-// reached in another way.
+// r.networks. It accepts none of a control-plane Node: such a Node has no edge that could dial its
+// pods, and the cloud may reach these pods without the tunnel.
 func (r *resolver) acceptPodCIDRs(name tunnel.NodeName, n node) (accepted []netip.Prefix) {
 	if n.controlPlane {
 		return nil
@@ -182,7 +184,7 @@ func (r *resolver) acceptPodCIDRs(name tunnel.NodeName, n node) (accepted []neti
 	return accepted
 }
 
-// rejectPodCIDR returns the reason why no Node may have p for its pods; "" if one may.
+// rejectPodCIDR returns the reason why no Node may have p for its pods; "" if a Node may have it.
 func (r *resolver) rejectPodCIDR(p netip.Prefix) string {
 	minBits := minPodBits4
 	if p.Addr().Is6() {
@@ -219,8 +221,8 @@ func (r *resolver) reportOverlaps(name tunnel.NodeName, podCIDRs []netip.Prefix)
 }
 
 // acceptAddresses returns the names and addresses of a Node that are accepted as hosts, and the
-// names that pkg/egress refuses to dial. The Node's own name comes first. If it looks like an
-// address, it is a claim like any other.
+// names that pkg/egress refuses to dial. The Node's own name comes first. A name that looks like an
+// address is checked like any claim of an address.
 func (r *resolver) acceptAddresses(name tunnel.NodeName, n node) (hosts, refused []string) {
 	for _, a := range append([]nodeAddress{{"Hostname", string(name)}}, n.addresses...) {
 		if slices.Contains(hosts, a.Address) {
@@ -252,10 +254,10 @@ func canonicalName(address string) tunnel.NodeName {
 	return tunnel.NodeName(strings.ToLower(strings.TrimSuffix(address, ".")))
 }
 
-// rejectName contests an entry that is a name, but not the own name of its Node, if its type is
-// Hostname. Names of the other types come from the cloud provider: they are usual, so they are not
-// reported. It reports whether pkg/egress shall refuse to dial the name. MayJoin fails for names by
-// which callers reach other machines. A Node must not be able to block such a name.
+// rejectName handles an entry that is a name, but not the Node's own name. It contests the entry if its
+// type is Hostname. Names of other types are usual, since cloud providers set them. The result says
+// whether pkg/egress shall refuse to dial the name. It is false where MayJoin fails: by such names
+// callers reach other machines, and no Node must be able to block them.
 func (r *resolver) rejectName(name tunnel.NodeName, a nodeAddress, dnsName tunnel.NodeName) (refuse bool) {
 	if a.Type == "Hostname" {
 		r.contest(name, a.Address, "it is not the name of the Node")
@@ -263,7 +265,7 @@ func (r *resolver) rejectName(name tunnel.NodeName, a nodeAddress, dnsName tunne
 	return dnsName.MayJoin(r.api) == nil
 }
 
-// rejectAddress returns the reason why no edge's Node may have ip; "" if one may.
+// rejectAddress returns the reason why no edge's Node may have ip; "" if a Node may have it.
 func (r *resolver) rejectAddress(ip netip.Addr) string {
 	switch {
 	case !ip.IsGlobalUnicast():
@@ -283,8 +285,8 @@ func (r *resolver) reportInPodCIDR(name tunnel.NodeName, address string, ip neti
 	}
 }
 
-// reportSecondClaim contests an accepted address that another Node has as well. Of the two, the
-// entry is for the later name.
+// reportSecondClaim contests an accepted address that another Node has as well. The entry names the
+// Node whose name sorts last.
 func (r *resolver) reportSecondClaim(name tunnel.NodeName, address string, ip netip.Addr) {
 	if other, taken := r.owners[ip]; taken && other != name {
 		r.contest(max(name, other), address, fmt.Sprintf("%s claims it as well: neither node gets it", min(name, other)))
@@ -322,13 +324,13 @@ func (n podNetworks) lengths() []int {
 	return all
 }
 
-// other returns a node other than name whose network contains a; "" if there is none. lengths are
-// those of n.
+// other returns a node other than name whose network contains a; "" if there is none. lengths is the
+// result of n.lengths.
 func (n podNetworks) other(a netip.Addr, lengths []int, name tunnel.NodeName) tunnel.NodeName {
 	for _, bits := range lengths {
 		p, err := a.Prefix(bits)
 		if err != nil {
-			continue // a prefix length of IPv6, and a is IPv4
+			continue // bits is a prefix length of IPv6, and a is an IPv4 address
 		}
 		for _, owner := range n[p] {
 			if owner != name {

@@ -11,12 +11,12 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 )
 
-// ConfigMap is one key of a ConfigMap. It never writes other keys, and of their values it uses
-// only the size. Its fields are set once; any goroutine may use it.
+// ConfigMap is one key of a ConfigMap. It never writes other keys, and uses only the size of their
+// values. Its fields are set once; any goroutine may use it.
 type ConfigMap struct {
 	client               *Client
 	namespace, name, key string
-	binary               bool // the key is one of binaryData: its text may be any bytes
+	binary               bool // the key is in binaryData: its value may be any bytes
 }
 
 // Content is the value of the key at one resource version.
@@ -31,7 +31,7 @@ func (c *Client) ConfigMap(namespace, name, key string) *ConfigMap {
 	return &ConfigMap{c, namespace, name, key, false}
 }
 
-// BinaryConfigMap is ConfigMap for a key whose value is any bytes.
+// BinaryConfigMap is like ConfigMap, for a key whose value may be any bytes.
 func (c *Client) BinaryConfigMap(namespace, name, key string) *ConfigMap {
 	return &ConfigMap{c, namespace, name, key, true}
 }
@@ -39,7 +39,7 @@ func (c *Client) BinaryConfigMap(namespace, name, key string) *ConfigMap {
 // String returns the ConfigMap as "configmap NAMESPACE/NAME".
 func (m *ConfigMap) String() string { return "configmap " + m.namespace + "/" + m.name }
 
-// configMap holds the fields that are used of a ConfigMap (k8s.io/api/core/v1).
+// configMap holds the fields of a ConfigMap (k8s.io/api/core/v1) that this package uses.
 type configMap struct {
 	object
 	Data       map[string]string `json:"data,omitempty"`
@@ -92,10 +92,10 @@ func (m *ConfigMap) Save(ctx context.Context, old Content, text string) (Content
 	return Content{Text: text, Others: old.Others, Version: now.Metadata.ResourceVersion}, nil
 }
 
-// Follow calls changed with the current version of the ConfigMap and with each new one until
+// Follow calls changed with the current version of the ConfigMap and with each new version until
 // ctx is done; "" means that there is no ConfigMap. It may skip versions, and it may call
 // changed with a version that Save has returned. It calls report with the outcome of each
-// request: nil, or why it failed.
+// request: nil, or why the request failed.
 func (m *ConfigMap) Follow(ctx context.Context, changed func(version string), report func(error)) {
 	m.client.follow(ctx, schema.GroupVersionResource{Version: "v1", Resource: "configmaps"}, m.namespace,
 		metav1.ListOptions{FieldSelector: fields.OneTermEqualSelector("metadata.name", m.name).String()},

@@ -33,12 +33,13 @@ type source struct {
 	watch func(context.Context, metav1.ListOptions) (watch.Interface, error)
 }
 
-// followObjects is follow for objects of any kind. example is an object of that kind.
+// followObjects is like follow, but keeps objects that from lists and watches. example is an empty object of
+// their kind.
 func (c *Client) followObjects(
 	ctx context.Context, from source, match metav1.ListOptions, example runtime.Object,
 	store cache.ReflectorStore, report func(error),
 ) {
-	// If ctx ends during a request, the outcome says nothing about the API server.
+	// A request that fails because ctx is done says nothing about the API server.
 	reportUnlessDone := func(ctx context.Context, err error) {
 		if ctx.Err() == nil {
 			report(err)

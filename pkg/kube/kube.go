@@ -68,14 +68,14 @@ const (
 )
 
 // Client is a client of one Kubernetes API server. Any goroutine may use it. Its fields are
-// set once. Each kind of request has a client of its own where it needs its own rate limit.
+// set once. Kinds of requests that need their own rate limit have a client of their own.
 type Client struct {
 	objects objects            // for ConfigMaps, Leases, Services, EndpointSlices and ServiceCIDRs
 	joins   objects            // for token reviews and certificates
 	pods    objects            // for Pods
-	whole   *rest.RESTClient   // for Reaches, Services and Mirrors, which watch whole objects
-	watches metadata.Interface // for watches of metadata
-	host    string             // of the API server, as the configuration has it
+	whole   *rest.RESTClient   // for whole objects: Reaches, Services and Mirrors watch them
+	watches metadata.Interface // for metadata of objects: Nodes and ConfigMap.Follow watch it
+	host    string             // address of the API server, as the kubeconfig has it
 }
 
 // New returns a client for the API server that the file kubeconfig names. If kubeconfig is
@@ -88,7 +88,7 @@ func New(kubeconfig, userAgent string) (*Client, error) {
 	}
 	config.UserAgent = userAgent
 	config.QPS, config.Burst = requestsPerSecond, requestBurst
-	config.WarningHandlerWithContext = rest.NoWarnings{} // they are about deprecated APIs, and none is used here
+	config.WarningHandlerWithContext = rest.NoWarnings{} // warnings are about deprecated APIs, and this package uses none
 
 	scheme := runtime.NewScheme()
 	metav1.AddToGroupVersion(scheme, v1) // for the Status object of a failed request
@@ -165,7 +165,7 @@ type objects interface {
 	// patch applies a merge patch (RFC 7386) to the object at a path; out gets only the object's
 	// new metadata.
 	patch(ctx context.Context, path string, patch, out any) error
-	// delete removes the object at a path. A version is the resource version that it must still have; "": any.
+	// delete removes the object at a path, if its resource version is still version; "": whatever its version.
 	delete(ctx context.Context, path, version string) error
 }
 
@@ -224,8 +224,7 @@ func do(ctx context.Context, r *rest.Request, out any) error {
 	return json.Unmarshal(body, out)
 }
 
-// object is embedded in every kind of object here. It holds the fields that all kinds have, as far as
-// this package uses them.
+// object is embedded in every kind of object here. It holds the fields of all kinds that this package uses.
 type object struct {
 	Metadata struct {
 		Name            string `json:"name,omitempty"`
@@ -235,7 +234,7 @@ type object struct {
 }
 
 // named returns an object's metadata for a create or a patch. A patch with a version fails with a
-// conflict if the object has changed since. It also fails so if another object now has the name.
+// conflict if the object has changed since that version, or if another object now has the name.
 func named(namespace, name, version string) object {
 	var o object
 	o.Metadata.Namespace, o.Metadata.Name, o.Metadata.ResourceVersion = namespace, name, version

@@ -22,8 +22,8 @@ const (
 	// renewDeadline is how long a holder that cannot renew goes on. It is less than leaseDuration,
 	// so the holder stops before another process may start.
 	renewDeadline = 10 * time.Second
-	// retryPeriod is the pause between attempts of any process. A process without the lease adds
-	// up to a fifth at random, so that replicas do not try at the same time.
+	// retryPeriod is the pause between two attempts of one process. A process without the lease
+	// adds up to a fifth at random, so that replicas do not try at the same time.
 	retryPeriod = 2 * time.Second
 	// releaseTimeout bounds the request that gives the lease back at the end.
 	releaseTimeout = 2 * time.Second
@@ -46,10 +46,10 @@ type Lease struct {
 
 	// Written by Run, read by any goroutine.
 	held atomic.Bool
-	err  atomic.Pointer[error] // of the last attempt; nil: no error
+	err  atomic.Pointer[error] // why the last attempt failed; nil: it did not fail
 }
 
-// lease holds the fields that are used of a Lease (k8s.io/api/coordination/v1).
+// lease holds the fields of a Lease (k8s.io/api/coordination/v1) that this package uses.
 type lease struct {
 	object
 	Spec leaseSpec `json:"spec"`
@@ -93,8 +93,8 @@ func (l *Lease) Run(ctx context.Context, lead func(ctx context.Context)) {
 	}
 }
 
-// lead calls the function lead. It stops it when ctx is done, when another process holds the
-// lease, or when the lease was not renewed for renewDeadline.
+// lead calls the function lead, and renews the lease while the function runs. It cancels the function's
+// context when ctx is done, when another process holds the lease, or after renewDeadline without a renewal.
 func (l *Lease) lead(ctx context.Context, lead func(ctx context.Context)) {
 	l.log.Info("this replica writes from now on", "lease", l.namespace+"/"+l.name)
 	leading, stop := context.WithCancel(ctx)
@@ -138,7 +138,7 @@ func (l *Lease) attempt(ctx context.Context) bool {
 		return false
 	}
 	if apierrors.IsConflict(err) || apierrors.IsAlreadyExists(err) {
-		err = nil // another process was faster; the next attempt reads which one
+		err = nil // another process was faster; the next attempt reads which process
 	}
 	before := l.Err()
 	if err == nil {
@@ -153,7 +153,7 @@ func (l *Lease) attempt(ctx context.Context) bool {
 	return ours
 }
 
-// try is attempt without the handling of errors.
+// try makes one attempt to get or renew the lease. attempt handles its errors.
 func (l *Lease) try(ctx context.Context) (ours bool, err error) {
 	// A holder renews without reading the lease first. If another process has changed the lease,
 	// the write ends in a conflict, and then the lease is read.
@@ -177,7 +177,7 @@ func (l *Lease) try(ctx context.Context) (ours bool, err error) {
 	spec.Seconds, spec.Renewed = int(leaseDuration.Seconds()), &now
 	if err := l.write(ctx, spec); err != nil {
 		if apierrors.IsConflict(err) || apierrors.IsNotFound(err) {
-			l.seen.Metadata.ResourceVersion = "" // out of date; if this read fails, the next attempt reads again
+			l.seen.Metadata.ResourceVersion = "" // no longer valid: if the read below fails, the next attempt reads again
 			return false, l.read(ctx)
 		}
 		return false, err

@@ -24,18 +24,22 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// MirrorLease is the name of the Lease that elects the replica that writes mirrors, in the namespace of the cloud.
+// MirrorLease is the name of a Lease in the namespace of the cloud. It elects the replica that writes the twins of
+// package mirror.
 const MirrorLease = "tunnel-mirror"
 
 // MirrorsConfig says which objects a Mirrors follows.
 type MirrorsConfig struct {
-	Annotation string // followed are Services that have it,
-	// and the Services and EndpointSlices whose label Label has the value Value. Only the latter are changed.
-	Label, Value       string
-	Namespace, Service string // a Service whose endpoints are followed, too: the replicas
+	// Annotation marks the Services for which package mirror makes twins. Mirrors only reads them.
+	Annotation string
+	// Label has the value Value in all twins and their EndpointSlices. Mirrors changes only objects with this label.
+	Label, Value string
+	// Namespace and Service name the Service of the cloud's own pods. Its endpoints are the replicas.
+	Namespace, Service string
 }
 
-// Mirrors follows the Services that package mirror mirrors, and reads and writes the objects that mirror them.
+// Mirrors follows the Services for which package mirror makes twins. It also follows, creates, changes and deletes the
+// twins and their EndpointSlices.
 type Mirrors struct {
 	// Set once.
 	cfg      MirrorsConfig
@@ -45,9 +49,9 @@ type Mirrors struct {
 
 	mu       sync.Mutex // guards the following, and the maps of the stores
 	services mirrorStore[Service]
-	slices   mirrorStore[Slice] // with the label
-	replicas mirrorStore[Slice] // of the replicas
-	errs     map[string]error   // why the objects at a path may be out of date; no entry: they are up to date
+	slices   mirrorStore[Slice] // the EndpointSlices with the label
+	replicas mirrorStore[Slice] // the EndpointSlices of the replicas
+	errs     map[string]error   // by API path: why its objects may be out of date; no entry: they are up to date
 	changed  tunnel.Change
 }
 
@@ -67,7 +71,7 @@ func (o Object) Key() string { return o.Namespace + "/" + o.Name }
 type Service struct {
 	Object
 	Annotation string // the value of MirrorsConfig.Annotation
-	Alias      bool   // of type ExternalName
+	Alias      bool   // the type is ExternalName
 	Ports      []ServicePort
 }
 
@@ -76,7 +80,7 @@ type ServicePort struct {
 	Name     string `json:"name"`
 	Protocol string `json:"protocol"`
 	Port     uint16 `json:"port"`
-	// Target is the port of the pods, if the Service has it as a number; of an EndpointSlice it is 0.
+	// Target is the port of the pods. It is 0 if the Service names that port, and in an EndpointSlice.
 	Target uint16 `json:"targetPort,omitempty"`
 }
 
@@ -96,14 +100,14 @@ type SliceEndpoint struct {
 	Address, Node, Zone string
 }
 
-// MirrorView is what a Mirrors knows. The lists are sorted by Key.
+// MirrorView is a snapshot of the objects that a Mirrors follows. The lists are sorted by Key.
 type MirrorView struct {
 	Services         []Service
 	Slices, Replicas []Slice
 	Known            bool // all objects have been read once
 }
 
-// Mirrors returns a Mirrors. Nothing is known before Run. counters counts panics.
+// Mirrors returns a Mirrors that has read nothing before Run. counters counts panics.
 func (c *Client) Mirrors(cfg MirrorsConfig, counters *tunnel.Counters, log *slog.Logger) *Mirrors {
 	m := &Mirrors{cfg: cfg, client: c, counters: counters, log: log, errs: make(map[string]error)}
 	m.services = mirrorStore[Service]{m: m, from: m.service, all: make(map[string]Service)}
@@ -135,7 +139,7 @@ func (m *Mirrors) Run(ctx context.Context) {
 // selector selects the objects with the label.
 func (m *Mirrors) selector() string { return labels.Set{m.cfg.Label: m.cfg.Value}.String() }
 
-// View returns what is known now.
+// View returns the objects as they are known now.
 func (m *Mirrors) View() MirrorView {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -152,7 +156,7 @@ func (m *Mirrors) Changed() <-chan struct{} {
 	return m.changed.Next()
 }
 
-// Err returns why the last request of a watch has failed; nil: none has.
+// Err returns why the objects may be out of date: the last request of a watch has failed. nil: they are up to date.
 func (m *Mirrors) Err() error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -182,7 +186,7 @@ func (m *Mirrors) noteResult(path string, err error) {
 // mirrorStore is the store of a reflector. Mirrors.mu guards it.
 type mirrorStore[T any] struct {
 	m    *Mirrors
-	from func(o any) (T, bool) // false: the object is not kept
+	from func(o any) (T, bool) // converts an object; false: the store does not keep it
 	all  map[string]T          // by NAMESPACE/NAME
 	read bool                  // all objects have been read once
 }
@@ -214,8 +218,8 @@ func (s *mirrorStore[T]) set(o any, present bool) error {
 	return nil
 }
 
-// decode calls from. Users write the objects, and client-go ends the process with each panic that one causes: such an
-// object is not kept.
+// decode calls from, and recovers its panics: client-go would end the process at a panic, and users write the objects.
+// The store does not keep an object that causes a panic.
 func (s *mirrorStore[T]) decode(key string, o any) (now T, kept bool) {
 	read := func() error { now, kept = s.from(o); return nil }
 	//nolint:errcheck // it is logged
@@ -249,7 +253,7 @@ func (s *mirrorStore[T]) sorted() (all []T) {
 	return all
 }
 
-// objectFrom returns the common part of an object.
+// objectFrom returns the fields that Services and EndpointSlices have in common.
 func objectFrom(meta *metav1.ObjectMeta) Object {
 	o := Object{
 		Namespace: meta.Namespace, Name: meta.Name, UID: string(meta.UID), Version: meta.ResourceVersion,
@@ -261,7 +265,7 @@ func objectFrom(meta *metav1.ObjectMeta) Object {
 	return o
 }
 
-// service returns a Service, and whether it has the annotation or the label.
+// service converts a Service, and reports whether the Service has the annotation or the label.
 func (m *Mirrors) service(o any) (Service, bool) {
 	s, ok := o.(*serviceObject)
 	if !ok {
@@ -282,8 +286,8 @@ func (m *Mirrors) service(o any) (Service, bool) {
 	return now, true
 }
 
-// sliceFrom returns an EndpointSlice with addresses. Its endpoints are those that are ready. It does not count that a
-// Service may publish addresses that are not ready.
+// sliceFrom converts an EndpointSlice of IP addresses. It keeps only the ready endpoints, even if the Service publishes
+// endpoints that are not ready (publishNotReadyAddresses).
 func sliceFrom(o any) (Slice, bool) {
 	s, ok := o.(*sliceObject)
 	if !ok || s.AddressType != addressTypeIPv4 && s.AddressType != addressTypeIPv6 {
@@ -314,7 +318,7 @@ func sliceFrom(o any) (Slice, bool) {
 	return now, true
 }
 
-// ownedObject is the part of an object that is written.
+// ownedObject holds the fields of a Service or an EndpointSlice that Mirrors writes.
 type ownedObject struct {
 	APIVersion string    `json:"apiVersion,omitempty"`
 	Kind       string    `json:"kind,omitempty"`
@@ -347,7 +351,7 @@ type ownedEndpoint struct {
 	Zone       string          `json:"zone,omitempty"`
 }
 
-// meta returns the metadata for the creation of o, which owner owns.
+// meta returns the metadata for the creation of o. owner is the Service that owns o.
 func (m *Mirrors) meta(o Object, owner Service) ownedMeta {
 	all := maps.Clone(o.Labels)
 	all[m.cfg.Label] = m.cfg.Value
@@ -356,12 +360,12 @@ func (m *Mirrors) meta(o Object, owner Service) ownedMeta {
 	}}
 }
 
-// at returns the metadata for a change of o as it was read.
+// at returns the metadata for a patch of o. The patch fails if o has changed since it was read.
 func at(o Object) ownedMeta {
 	return ownedMeta{Name: o.Name, Namespace: o.Namespace, ResourceVersion: o.Version}
 }
 
-// ErrTaken is the error for an object that exists, and has not the label.
+// ErrTaken is the error for the creation of an object whose name an object without the label has.
 var ErrTaken = errors.New("it exists, and this cloud has not made it")
 
 // CreateService creates a Service without selector, with the label, that belongs to owner.
@@ -382,7 +386,8 @@ func (m *Mirrors) CreateSlice(ctx context.Context, s Slice, owner Service) error
 	return m.create(ctx, endpointSlices(s.Namespace), o)
 }
 
-// create creates an object. An object of that name with the label is no error: the watch is about to tell it.
+// create creates an object. If an object with this name and the label exists, that is no error: the watch is about to
+// report the object.
 func (m *Mirrors) create(ctx context.Context, collection string, o ownedObject) error {
 	err := m.client.objects.create(ctx, collection, o, new(object))
 	if !apierrors.IsAlreadyExists(err) {
@@ -398,29 +403,29 @@ func (m *Mirrors) create(ctx context.Context, collection string, o ownedObject) 
 	return nil
 }
 
-// PatchService changes the ports of a Service, if it is still as it was read.
+// PatchService changes the ports of a Service, if the Service has not changed since it was read.
 func (m *Mirrors) PatchService(ctx context.Context, s Service) error {
 	o := ownedObject{Metadata: at(s.Object), Spec: &ownedSpec{Ports: s.Ports}}
 	return m.client.objects.patch(ctx, path.Join(servicesIn(s.Namespace), s.Name), o, new(object))
 }
 
-// PatchSlice changes the ports and endpoints of an EndpointSlice, if it is still as it was read.
+// PatchSlice changes the ports and endpoints of an EndpointSlice, if the slice has not changed since it was read.
 func (m *Mirrors) PatchSlice(ctx context.Context, s Slice) error {
 	return m.client.objects.patch(ctx, path.Join(endpointSlices(s.Namespace), s.Name), ownedSlice(s, at(s.Object)),
 		new(object))
 }
 
-// DeleteService deletes a Service, if it is still as it was read.
+// DeleteService deletes a Service, if the Service has not changed since it was read.
 func (m *Mirrors) DeleteService(ctx context.Context, s Service) error {
 	return m.client.objects.delete(ctx, path.Join(servicesIn(s.Namespace), s.Name), s.Version)
 }
 
-// DeleteSlice deletes an EndpointSlice, if it is still as it was read.
+// DeleteSlice deletes an EndpointSlice, if the slice has not changed since it was read.
 func (m *Mirrors) DeleteSlice(ctx context.Context, s Slice) error {
 	return m.client.objects.delete(ctx, path.Join(endpointSlices(s.Namespace), s.Name), s.Version)
 }
 
-// ListSlices returns the EndpointSlices with the label as the API server has them now, without a watch in between.
+// ListSlices asks the API server for the EndpointSlices with the label. View may still have an older state of them.
 func (m *Mirrors) ListSlices(ctx context.Context) (all []Slice, err error) {
 	var list sliceList
 	if err = m.client.objects.list(ctx, endpointSlicesPath, m.selector(), &list); err != nil {
@@ -434,7 +439,7 @@ func (m *Mirrors) ListSlices(ctx context.Context) (all []Slice, err error) {
 	return all, nil
 }
 
-// ownedSlice returns the part of an EndpointSlice that changes.
+// ownedSlice returns the fields of an EndpointSlice that Mirrors writes.
 func ownedSlice(s Slice, meta ownedMeta) ownedObject {
 	o := ownedObject{Metadata: meta, Ports: s.Ports, Endpoints: []ownedEndpoint{}}
 	for _, e := range s.Endpoints {

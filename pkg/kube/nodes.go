@@ -32,7 +32,7 @@ func isControlPlane(labels map[string]string) bool {
 type Nodes struct {
 	// Set once.
 	client   *Client
-	selector string // of labels; it excludes the control plane
+	selector string // label selector; it excludes the control plane
 	log      *slog.Logger
 
 	mu    sync.RWMutex // guards the following
@@ -40,7 +40,7 @@ type Nodes struct {
 	// known is true once names has been complete. It stays true, since an old list is better than
 	// none.
 	known   bool
-	changed tunnel.Change // of names
+	changed tunnel.Change // a name is added or removed
 	err     error         // why names may be out of date; nil: they are up to date
 }
 
@@ -147,7 +147,7 @@ func (s *nodeStore) set(o any, present bool) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if _, was := s.names[name]; was == present {
-		return nil // a change of its status or annotations, which are frequent
+		return nil // only the status or annotations of the Node have changed, as they often do
 	}
 	if present {
 		s.names[name] = struct{}{}

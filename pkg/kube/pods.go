@@ -15,7 +15,7 @@ import (
 // podsRetryInterval is how long after a failure Run tries again to read pods.
 const podsRetryInterval = 30 * time.Second
 
-// Pods finds the node of a pod, and notes whether the API server lets us read pods.
+// Pods finds the node of a pod, and notes whether this client has the right to read pods.
 type Pods struct {
 	// Set once.
 	client *Client

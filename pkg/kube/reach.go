@@ -18,8 +18,8 @@ import (
 type Reach struct {
 	Hosts    []string       // its name, and its own addresses
 	PodCIDRs []netip.Prefix // the networks of its pods
-	// Refused are names that the Node claims and that were not accepted. They must not be dialled,
-	// unless a name is another Node's own.
+	// Refused are names that the Node claims and that were not accepted. A dial to such a name must fail,
+	// unless the name is another Node's own.
 	Refused []string
 }
 
@@ -30,7 +30,7 @@ type Reaches struct {
 	// Set once.
 	client *Client
 	log    *slog.Logger
-	denied tunnel.Limiter // of log lines about claims that are not accepted
+	denied tunnel.Limiter // limits log lines about claims that are not accepted
 
 	mu    sync.Mutex               // guards the following
 	nodes map[tunnel.NodeName]node // the Node objects
@@ -38,11 +38,11 @@ type Reaches struct {
 	// none.
 	known    bool
 	services []netip.Prefix // the networks of Services
-	// servicesKnown: services has been read, or cannot be read because the cluster has no
-	// ServiceCIDRs or the right to read them is missing.
+	// servicesKnown: services has been read, or never can be: the cluster has no ServiceCIDRs, or the
+	// right to read them is missing.
 	servicesKnown bool
-	claims        *claims       // of nodes and services; nil: to be computed again
-	changed       tunnel.Change // of the claims, once everything is known
+	claims        *claims       // computed from nodes and services; nil: claimsLocked computes them again
+	changed       tunnel.Change // the claims have changed; notified only when everything is known
 	err           error         // why nodes may be out of date; nil: up to date
 	errServices   error         // why services may be out of date; nil: up to date
 }
@@ -95,8 +95,7 @@ func (r *Reaches) claimsLocked() *claims {
 	return r.claims
 }
 
-// Known reports whether the nodes have been read once, and the networks of Services, too, if they
-// can be read.
+// Known reports whether the nodes have been read once, and also the networks of Services, if these can be read.
 func (r *Reaches) Known() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -152,7 +151,7 @@ func (r *Reaches) noteResult(err error) {
 	}
 }
 
-// nodeObject holds the fields that are used of a Node (k8s.io/api/core/v1).
+// nodeObject holds the fields of a Node (k8s.io/api/core/v1) that this package uses.
 type nodeObject struct {
 	metav1.TypeMeta   `json:",inline"`
 	metav1.ObjectMeta `json:"metadata"`

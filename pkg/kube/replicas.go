@@ -7,8 +7,7 @@ import (
 	"k8s.io/apimachinery/pkg/labels"
 )
 
-// endpointSliceList holds the fields that are used of an EndpointSliceList
-// (k8s.io/api/discovery/v1).
+// endpointSliceList holds the fields of an EndpointSliceList (k8s.io/api/discovery/v1) that Replicas uses.
 type endpointSliceList struct {
 	Items []struct {
 		Endpoints []struct {
@@ -29,7 +28,7 @@ func (c *Client) Replicas(ctx context.Context, namespace, service string) ([]net
 	for _, slice := range list.Items {
 		for _, e := range slice.Endpoints {
 			for _, text := range e.Addresses {
-				if a, err := netip.ParseAddr(text); err == nil { // else it is a name (addressType FQDN), not a pod
+				if a, err := netip.ParseAddr(text); err == nil { // otherwise the text is a DNS name (addressType FQDN)
 					all = append(all, a.Unmap())
 				}
 			}

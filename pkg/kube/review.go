@@ -7,7 +7,7 @@ import (
 
 // TokenReview is Kubernetes' answer about a token.
 type TokenReview struct {
-	Authenticated bool   // the token is valid, and for the audience of the request
+	Authenticated bool   // the token is valid, and is meant for the audience of the request
 	User          string // "system:serviceaccount:NAMESPACE:NAME"
 	Node          string // the node of the pod to which the token is bound; "": no node, or more than one
 }
@@ -18,7 +18,7 @@ const nodeClaim = "authentication.kubernetes.io/node-name"
 
 const tokenReviews = "/apis/authentication.k8s.io/v1/tokenreviews"
 
-// tokenReview holds the fields that are used of a TokenReview (k8s.io/api/authentication/v1).
+// tokenReview holds the fields of a TokenReview (k8s.io/api/authentication/v1) that this package uses.
 // The API server answers it and does not store it.
 type tokenReview struct {
 	Spec   tokenReviewSpec   `json:"spec"`

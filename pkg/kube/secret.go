@@ -7,8 +7,8 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 )
 
-// secret holds the fields that are used of a Secret (k8s.io/api/core/v1). encoding/json writes and reads
-// the values in base64, as Kubernetes does.
+// secret holds the fields of a Secret (k8s.io/api/core/v1) that this package uses. encoding/json writes and
+// reads the values in base64, as Kubernetes does.
 type secret struct {
 	object
 	Type string            `json:"type,omitempty"`
@@ -25,11 +25,11 @@ func (c *Client) Secret(ctx context.Context, namespace, name string) (data map[s
 	return s.Data, err == nil, err
 }
 
-// CreateSecret creates an opaque Secret. Its error has the reason [Conflict] if the Secret exists, which
-// then stays as it is, or if there is no such namespace.
+// CreateSecret creates an opaque Secret. It never changes an existing Secret. Its error has the reason [Conflict]
+// if the Secret exists, or if there is no such namespace.
 func (c *Client) CreateSecret(ctx context.Context, namespace, name string, data map[string][]byte) error {
 	s := secret{object: named(namespace, name, ""), Type: "Opaque", Data: data}
-	var created object // without the data, which nobody needs again
+	var created object // has no field for the data, so no second copy of the data is made
 	return c.objects.create(ctx, secrets(namespace), s, &created)
 }
 

@@ -21,7 +21,7 @@ const (
 	serviceCIDRs = "/apis/networking.k8s.io/v1/servicecidrs"
 )
 
-// serviceCIDRList holds the fields that are used of a ServiceCIDRList (k8s.io/api/networking/v1).
+// serviceCIDRList holds the fields of a ServiceCIDRList (k8s.io/api/networking/v1) that this package uses.
 type serviceCIDRList struct {
 	Items []struct {
 		Spec struct {

@@ -14,11 +14,11 @@ import (
 	"tunnel.example/tunnel/pkg/services"
 )
 
-// This file makes items from objects. What it leaves out, and what a missing field means, is as in kube-proxy
-// (kubernetes/pkg/proxy: serviceport.go, endpointslicecache.go), so that an edge chooses the endpoints that kube-proxy
+// This file makes items from objects. It leaves out the same parts as kube-proxy, and reads a missing field in the same
+// way (kubernetes/pkg/proxy: serviceport.go, endpointslicecache.go). So an edge chooses the endpoints that kube-proxy
 // would choose.
 
-// serviceObject holds the fields that are used of a Service (k8s.io/api/core/v1).
+// serviceObject holds the fields of a Service (k8s.io/api/core/v1) that this package uses.
 type serviceObject struct {
 	metav1.TypeMeta   `json:",inline"`
 	metav1.ObjectMeta `json:"metadata"`
@@ -69,7 +69,7 @@ type serviceList struct {
 	Items []serviceObject `json:"items"`
 }
 
-// sliceObject holds the fields that are used of an EndpointSlice (k8s.io/api/discovery/v1).
+// sliceObject holds the fields of an EndpointSlice (k8s.io/api/discovery/v1) that this package uses.
 type sliceObject struct {
 	metav1.TypeMeta   `json:",inline"`
 	metav1.ObjectMeta `json:"metadata"`
@@ -116,7 +116,7 @@ type sliceList struct {
 	Items []sliceObject `json:"items"`
 }
 
-// The copies share slices with the originals: nothing changes an object after it was decoded.
+// DeepCopyObject may share slices with the original, because nothing changes an object after it was decoded.
 
 // DeepCopyObject implements runtime.Object.
 func (s *serviceObject) DeepCopyObject() runtime.Object {
@@ -159,15 +159,15 @@ const (
 	addressTypeIPv4   = "IPv4"
 	addressTypeIPv6   = "IPv6"
 	addressInternalIP = "InternalIP"
-	// A Service is that of the cluster's DNS if it is in this namespace, and has this name or this label with that value.
-	// Some distributions name the Service differently, but keep the label.
+	// The Service of the cluster's DNS is in dnsNamespace. Its name, or the value of its label dnsLabel, is dnsName:
+	// some distributions change the name, but keep the label.
 	dnsNamespace, dnsName, dnsLabel = "kube-system", "kube-dns", "k8s-app"
-	// The Services with this label are another proxy's.
+	// Services with this label belong to another proxy than kube-proxy.
 	otherProxyLabel = "service.kubernetes.io/service-proxy-name"
 )
 
-// item returns the item of a Service, or nil if it has no address yet. Services without ClusterIP, and those of another
-// proxy, have names: edges need them for DNS alone.
+// item returns the item of a Service, or nil if the Service has no address yet. A Service without ClusterIP, or of
+// another proxy, also has an item: edges use such an item only to answer DNS queries.
 func (s *serviceObject) item() *services.Service {
 	spec := &s.Spec
 	if spec.Type == typeExternalName {
@@ -208,8 +208,8 @@ func (s *serviceObject) item() *services.Service {
 	return item
 }
 
-// items returns the endpoints of a slice. Of an endpoint's addresses, only the first counts. If two endpoints have one
-// address, the one that takes traffic counts.
+// items returns the endpoints of a slice. Only the first address of an endpoint counts. If two endpoints have the same
+// address, the endpoint that takes traffic counts.
 func (s *sliceObject) items() (all []*services.Endpoint) {
 	if s.AddressType != addressTypeIPv4 && s.AddressType != addressTypeIPv6 {
 		return nil
@@ -273,7 +273,7 @@ func (n *nodeObject) item() *services.Node {
 	return item
 }
 
-// item returns the value of an item, or nil for no item and for one that is too large. key names the object in the log.
+// item returns the encoded item; nil if there is no item or the item is too large. key names the object in the log.
 func (s *Services) item(key string, item proto.Message) []byte {
 	if !item.ProtoReflect().IsValid() {
 		return nil

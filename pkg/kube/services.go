@@ -21,32 +21,32 @@ import (
 type ServiceSink interface {
 	Set(p services.Path, value []byte) // adds or changes an item; it may be the same as before
 	Delete(p services.Path)            // removes an item
-	Synced()                           // all objects have been read once
+	Synced()                           // says that all objects have been read once
 }
 
-// Services follows the Services of the cluster, their EndpointSlices and the Nodes, and tells a sink the items that
-// edges need. service_items.go makes the items. Endpoints are told while their Service is. No object is kept: only
-// the items are.
+// Services follows the Services of the cluster, their EndpointSlices and the Nodes, and gives a sink the items that
+// edges need. service_items.go makes the items. The sink has the endpoints of a Service only while it has the Service.
+// Services keeps the items of endpoints, and no objects.
 type Services struct {
 	// Set once.
 	client     *Client
-	namespaces []string // whose Services are told; nil: all
+	namespaces []string // the sink gets only the Services of these namespaces; nil: all
 	sink       ServiceSink
 	counters   *tunnel.Counters
 	log        *slog.Logger
-	tooLarge   tunnel.Limiter // of log lines about objects that are too large
+	tooLarge   tunnel.Limiter // limits log lines about objects that are too large
 
-	mu       sync.Mutex          // guards the following; the sink is called with it held, so in order
-	services map[string]struct{} // that are told, by NAMESPACE/NAME
-	slices   map[string]slice    // by NAMESPACE/NAME, also those of Services that are not told
-	// of are the names of the slices of a Service, both as NAMESPACE/NAME.
+	mu       sync.Mutex          // guards the following; held during calls of the sink, which keeps their order
+	services map[string]struct{} // the Services that the sink has, by NAMESPACE/NAME
+	slices   map[string]slice    // all EndpointSlices by NAMESPACE/NAME, even if the sink lacks their Service
+	// of maps a Service to its EndpointSlices, both as NAMESPACE/NAME.
 	of    map[string]map[string]struct{}
 	nodes map[string]struct{}
 	read  map[string]bool  // the kinds that have been read once
 	errs  map[string]error // why the objects of a kind may be out of date; no entry: they are up to date
 }
 
-// slice is an EndpointSlice.
+// slice is the part of an EndpointSlice that Services keeps.
 type slice struct {
 	service   string // NAMESPACE/NAME
 	endpoints map[services.Path][]byte
@@ -59,7 +59,8 @@ const (
 	kindNodes    = "Nodes"
 )
 
-// Services returns the Services of some namespaces; nil: of all. Nothing is told before Run. counters counts panics.
+// Services follows the Services of some namespaces; nil: of all. The sink gets nothing before Run. counters counts
+// panics.
 func (c *Client) Services(
 	namespaces []string, sink ServiceSink, counters *tunnel.Counters, log *slog.Logger,
 ) *Services {
@@ -125,7 +126,7 @@ func (s *Services) noteResult(kind string, err error) {
 type serviceStore struct {
 	s    *Services
 	kind string
-	// The funcs are called with s.mu held. A key is that of keyOf.
+	// The funcs are called with s.mu held. A key is a result of keyOf.
 	set    func(key string, o any) error
 	remove func(key string)
 	keys   func() []string // of all objects that are known
@@ -141,8 +142,8 @@ func (st *serviceStore) Update(o any) error {
 	return err
 }
 
-// setLocked calls set. Users of the cluster write the objects, so no object may end the process: client-go panics again
-// with each panic that it sees. If an object causes a panic, only that object is left out. The caller holds mu.
+// setLocked calls set, and recovers its panics: client-go would end the process at a panic, and users of the cluster
+// write the objects. Edges do not get an object that causes a panic. The caller holds mu.
 func (st *serviceStore) setLocked(o any) (key string, err error) {
 	key, err = keyOf(o)
 	if err != nil {
@@ -152,7 +153,7 @@ func (st *serviceStore) setLocked(o any) (key string, err error) {
 	return key, err
 }
 
-// guard runs f. A panic of f is logged and counted. what says in the log what the panic costs.
+// guard runs f. It logs and counts a panic of f. In the log, what names the effect of the panic.
 func (st *serviceStore) guard(what string, f func()) {
 	run := func() error { f(); return nil }
 	tunnel.Guard(st.s.log, st.s.counters, what, run) //nolint:errcheck // it is logged
@@ -206,7 +207,7 @@ func keyOf(o any) (string, error) {
 	return object.GetNamespace() + "/" + object.GetName(), nil
 }
 
-// tells reports whether objects of a namespace are told.
+// tells reports whether the sink gets objects of a namespace.
 func (s *Services) tells(namespace string) bool {
 	return s.namespaces == nil || slices.Contains(s.namespaces, namespace)
 }
@@ -338,7 +339,7 @@ func (s *Services) nodeStore() *serviceStore {
 	}
 }
 
-// cut returns the two parts of a key.
+// cut splits a key of keyOf.
 func cut(key string) (namespace, name string) {
 	namespace, name, _ = strings.Cut(key, "/")
 	return namespace, name

@@ -26,8 +26,7 @@ const (
 	// signTimeout bounds the time from the creation of a request to its certificate.
 	// kube-controller-manager needs well under a second.
 	signTimeout = 25 * time.Second
-	// The pause before the certificate is polled: the first one, which doubles each time, and the
-	// longest one.
+	// The pauses between two polls for the certificate: firstPoll at first, doubled each time up to maxPoll.
 	firstPoll, maxPoll = 100 * time.Millisecond, 2 * time.Second
 	// maxSigning bounds the requests in flight: each takes five API calls and as many writes of
 	// etcd. Further requests wait.
@@ -40,7 +39,7 @@ const certificateRequests = "/apis/certificates.k8s.io/v1/certificatesigningrequ
 type Signer struct {
 	// Set once.
 	objects  objects
-	name     string        // of the signer in Kubernetes
+	name     string        // the signer's name in Kubernetes
 	lifetime time.Duration // that a request asks for
 	log      *slog.Logger
 
@@ -90,9 +89,9 @@ type condition struct {
 }
 
 // Sign returns a certificate for node with the key and the subject of the request (PKCS
-// #10, DER): the chain in PEM, leaf first. Sign approves the request, so the caller must
-// have checked that node may have the certificate. Errors say what to do. If the API server
-// has refused, [ReasonFor] gives the reason.
+// #10, DER): the chain in PEM, leaf first. Sign itself approves the request, so the caller
+// must have checked that node may have the certificate. Errors say what to do. If the API
+// server has refused, [ReasonFor] gives the reason.
 func (s *Signer) Sign(ctx context.Context, node tunnel.NodeName, request []byte) (chain []byte, err error) {
 	want, err := x509.ParseCertificateRequest(request)
 	if err != nil {
@@ -133,7 +132,7 @@ func (s *Signer) sign(ctx context.Context, node tunnel.NodeName, request []byte)
 
 	var created object
 	err := s.objects.create(limited, certificateRequests, r, &created)
-	if reason := ReasonFor(err); reason == OK || reason == Failed { // without an answer it may have been created
+	if reason := ReasonFor(err); reason == OK || reason == Failed { // without an answer, the request may exist nevertheless
 		defer s.remove(context.WithoutCancel(ctx), objectPath)
 	}
 	if err != nil {
@@ -144,7 +143,7 @@ func (s *Signer) sign(ctx context.Context, node tunnel.NodeName, request []byte)
 		Type: "Approved", Status: "True", Reason: "NodeProven",
 		Message: "the cloud of the tunnel has seen that it comes from node " + string(node),
 	}}
-	// On a conflict, another approver has already approved or denied the request; wait reads which.
+	// On a conflict, another approver has already approved or denied the request; wait reads the decision.
 	err = s.objects.patch(limited, path.Join(objectPath, "approval"), approval, new(object))
 	if err != nil && !apierrors.IsConflict(err) {
 		return nil, err

@@ -10,15 +10,16 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-// This file reads whole objects, as far as this package declares their fields, where metadata is not enough.
+// This file lists and watches objects with their fields, for the users for which metadata is not enough. It decodes
+// only the fields that this package declares.
 
-// The groups of these objects.
+// The API groups of the objects.
 var (
 	v1          = schema.GroupVersion{Version: "v1"}                            //nolint:gochecknoglobals // a constant
 	discoveryV1 = schema.GroupVersion{Group: "discovery.k8s.io", Version: "v1"} //nolint:gochecknoglobals // a constant
 )
 
-// The paths of their collections, in all namespaces.
+// The paths of the objects' collections, in all namespaces.
 const (
 	nodesPath          = "/api/v1/nodes"
 	servicesPath       = "/api/v1/services"
@@ -39,7 +40,7 @@ func wholeClient(config *rest.Config) (*rest.RESTClient, error) {
 	return restClient(config, scheme)
 }
 
-// wholeObjects returns the objects of a collection. list returns an empty list of their kind.
+// wholeObjects returns the source of the objects at a path. list returns an empty list of their kind.
 func (c *Client) wholeObjects(path string, list func() runtime.Object) source {
 	request := func(o metav1.ListOptions) *rest.Request {
 		return c.whole.Get().AbsPath(path).SpecificallyVersionedParams(&o, metav1.ParameterCodec, v1)
