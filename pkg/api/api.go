@@ -17,14 +17,14 @@
 //	GET    /v1/tap             conns as they open and end, a line of JSON each, while the client reads; ?node=N: of one
 //	DELETE /v1/nodes/N         forget a missing node
 //
-// An edge has /v1/status, /v1/statuses and /v1/certificates alone. With ?local a replica asks no other replica.
+// An edge serves only /v1/status, /v1/statuses and /v1/certificates. With ?local, a replica asks no other replica.
 //
 // How one request travels: the command ── unix socket ─▶ replica A ── a conn of the session that B has opened
-// with A ─▶ replica B, which answers as with ?local. A merges the answers. A replica that does not answer
-// makes the list incomplete, which NodeList.Incomplete says.
+// with A ─▶ replica B. B answers as with ?local, and A merges the answers. If a replica does not answer, the list is
+// incomplete, and NodeList.Incomplete says why.
 //
-// Fields may be added to the answers of v1; none is removed or gets another meaning. No answer holds a secret,
-// and none is for other users: the answers name nodes and addresses.
+// A later release may add fields to the answers of v1. It removes no field, and changes the meaning of none. No answer
+// holds a secret. Still, other users must not read the answers: they name nodes and addresses.
 package api
 
 import (
@@ -55,57 +55,58 @@ const Version = "v1"
 const (
 	// askTimeout is how long another replica may take for its part of an answer.
 	askTimeout = 2 * time.Second
-	// maxAnswer bounds the answer of a replica, in bytes: some 100,000 nodes.
+	// maxAnswer is the longest answer of a replica, in bytes: it has room for some 100,000 nodes.
 	maxAnswer = 64 << 20
-	// pingTimeout bounds one ping. The edge gives up dialling a target earlier.
+	// pingTimeout is how long one ping may take. The edge gives up dialling a target earlier.
 	pingTimeout = 15 * time.Second
 	maxHeader   = 16 << 10 // bytes
 )
 
-// Config is what a Server shows. Functions may be called by any goroutine, and return at once.
+// Config is what a Server shows. Any goroutine may call the functions. They must return at once.
 type Config struct {
 	Mode     string // "cloud" or "edge"
 	Software string
 	Replica  string // name of this process for people: its pod or its machine
-	Node     string // an edge's
-	// Checks are those of /readyz.
+	Node     string // the node of an edge
+	// Checks returns the checks of /readyz.
 	Checks    func() []admin.Check
-	Listeners func() []string // as in the line of the log at the start; nil: none
+	Listeners func() []string // returns the listeners, in the form of the log's start-up line; nil: there are none
 	Counters  *tunnel.Counters
 	Sessions  func() []*tunnel.Session
-	// Certificates returns the certificates of this process; nil: none are shown. Replica is set by the Server.
+	// Certificates returns the certificates of this process; nil: the Server shows none. The Server sets Held.Replica.
 	Certificates func() Held
 
-	// Of an edge only.
+	// Only for an edge.
 
-	// RenewNow renews the certificate of this edge; nil: the edge renews none.
+	// RenewNow renews the certificate of this edge; nil: the edge does not renew its certificate.
 	RenewNow func(context.Context) error
 
-	// Of a cloud only.
+	// Only for a cloud.
 
 	// AskToRenew asks the edge of a session to renew its certificate within a time.
 	AskToRenew func(s *tunnel.Session, within time.Duration) error
 	Dialer     tunnel.Dialer        // reaches nodes through every replica
 	Inventory  *inventory.Inventory // nil: the cloud remembers no nodes
-	// Forgotten is called with each node that the inventory has forgotten; nil: nobody wants to know.
+	// The Server calls Forgotten with each node that the inventory has forgotten, unless Forgotten is nil.
 	Forgotten func(tunnel.NodeName)
-	// Expected returns the nodes that Kubernetes has; nil, or known is false: not known.
+	// Expected returns the nodes that Kubernetes has. If Expected is nil, or known is false, nobody knows them.
 	Expected func() (names []tunnel.NodeName, known bool)
 	Peers    *peers.Peers     // nil: there are no other replicas
 	Tap      *tap.Hub         // shows conns as they open and end
-	Refusals *tunnel.Refusals // the last refused callers; nil: they are not kept
+	Refusals *tunnel.Refusals // keeps the last refused callers; nil: nobody keeps them
 
 	Log *slog.Logger
 }
 
-// Server answers. It is the module "api", which serves the other replicas.
+// Server answers requests of operators and of other replicas. Handler is for operators. Other replicas reach it by
+// Dial, which works while the Server runs as the module "api".
 type Server struct {
 	// Set once.
 	cfg     Config
 	started time.Time
 	inside  *insideListener
 
-	watchers atomic.Int32 // operators that watch conns, or ask to
+	watchers atomic.Int32 // the requests GET /v1/tap of operators that are being served or admitted
 }
 
 var _ tunnel.Module = (*Server)(nil)
@@ -118,7 +119,8 @@ func New(cfg Config) *Server {
 // Name implements tunnel.Module.
 func (*Server) Name() string { return "api" }
 
-// Dial opens a conn to this server, for another replica. What comes by it is answered as with ?local.
+// Dial opens a conn to this server, for another replica. The server answers requests on this conn as if they had
+// ?local.
 func (s *Server) Dial(ctx context.Context) (net.Conn, error) { return s.inside.dial(ctx) }
 
 // Run implements tunnel.Module: it serves the conns of Dial until ctx is done.
@@ -152,7 +154,7 @@ func (s *Server) Run(ctx context.Context) error {
 // Handler returns the handler of the operator's paths, /v1/….
 func (s *Server) Handler() http.Handler { return s.handler(false) }
 
-// handler returns the handler. local: no request goes on to other replicas.
+// handler returns the handler of all paths. If local is true, the server passes no request on to other replicas.
 func (s *Server) handler(local bool) http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /v1/status", func(w http.ResponseWriter, _ *http.Request) { Answer(w, s.status()) })
@@ -210,10 +212,10 @@ var errEdge = errors.New("this is an edge: ask the cloud about nodes")
 // Failure is the body of an answer that is not 2xx.
 type Failure struct {
 	Text string `json:"error"`
-	Code string `json:"code,omitempty"` // of a refusal, such as "denied" or "no-such-node"; or CodeConfiguration
+	Code string `json:"code,omitempty"` // the code of a refusal, such as "denied" or "no-such-node"; or CodeConfiguration
 }
 
-// CodeConfiguration is the code of a request that a configuration with problems has prevented.
+// CodeConfiguration is the Failure.Code if the server refuses a request because of problems in a configuration.
 const CodeConfiguration = "configuration"
 
 // Error implements error.

@@ -21,44 +21,45 @@ type CertificateList struct {
 	APIVersion string    `json:"api_version"`
 	Time       time.Time `json:"time"`
 	Mode       string    `json:"mode"`           // "cloud" or "edge"
-	Node       string    `json:"node,omitempty"` // an edge's
-	// Processes are the replicas of the cloud, first the one that has answered; of an edge: the edge alone.
+	Node       string    `json:"node,omitempty"` // the node of an edge
+	// Processes has one entry for each replica of the cloud, first for the replica that answers. For an edge, it has one
+	// entry: the edge.
 	Processes []Held `json:"processes"`
-	// Nodes are those that have a certificate, as far as a cloud knows, sorted by the end of the certificate.
+	// Nodes are the nodes of which the cloud knows a certificate, sorted by the end of the certificate.
 	Nodes []NodeCertificate `json:"nodes,omitempty"`
-	// Without is how many nodes have no certificate that the cloud knows: they are or were connected by a token, or as a
-	// konnectivity agent.
+	// Without is how many nodes have connected but have no certificate that the cloud knows: they have joined by a token,
+	// or as a konnectivity agent.
 	Without    int      `json:"nodes_without_certificate,omitempty"`
 	Incomplete []string `json:"incomplete,omitempty"` // as in NodeList
 }
 
-// Held is what a process has of certificates. It holds no key.
+// Held describes the certificates and CAs that a process has. It contains no key.
 type Held struct {
 	Replica string `json:"replica"` // the pod or the machine of the process
-	// Own is what a cloud shows to edges, or an edge to clouds. nil: an edge without a certificate.
+	// Own is the certificate that a cloud shows to edges, or an edge to its cloud. nil: the edge has no certificate.
 	Own *Certificate `json:"own,omitempty"`
-	// RenewAt is when an edge renews Own at the latest; zero: it does not, or Own is a cloud's.
+	// RenewAt is when an edge renews Own at the latest. It is zero in a cloud, and if the edge does not renew Own.
 	RenewAt time.Time `json:"renew_at,omitzero"`
-	// CloudCAs are the CAs by which edges verify the cloud: those that this cloud tells its edges, or that
-	// this edge trusts.
+	// CloudCAs are the CAs by which edges verify the cloud. A cloud lists the CAs that it tells its edges; an edge lists
+	// the CAs that it trusts.
 	CloudCAs []Certificate `json:"cloud_cas,omitempty"`
 	// NodeCAs are the CAs by which a cloud verifies its nodes.
 	NodeCAs []Certificate `json:"node_cas,omitempty"`
 	// Signer says who signs certificates of nodes: the name of one of NodeCAs, or a signer of Kubernetes.
 	Signer string `json:"signer,omitempty"`
-	Err    string `json:"error,omitempty"` // why some of this is missing
+	Err    string `json:"error,omitempty"` // why some of the other fields are missing
 }
 
 // Certificate describes a certificate.
 type Certificate struct {
-	Name   string    `json:"name,omitempty"` // whose it is; of a CA with the start of its key's identifier
+	Name   string    `json:"name,omitempty"` // the subject; for a CA followed by the start of its key's identifier
 	Signer string    `json:"signer,omitempty"`
 	Serial string    `json:"serial"` // hexadecimal
 	Starts time.Time `json:"starts,omitzero"`
 	Ends   time.Time `json:"ends"`
-	ID     string    `json:"id,omitempty"` // of a CA: the start of the SHA-256 of the certificate
-	// Trusts are the ids of the CAs by which the node verified the cloud when it got this certificate, as its edge
-	// says; empty: not known.
+	ID     string    `json:"id,omitempty"` // for a CA: the start of the SHA-256 of the certificate (auth.CAID)
+	// Trusts are the IDs of the CAs by which the edge verified the cloud when it got this certificate. The edge itself
+	// has said so; empty: the cloud does not know them.
 	Trusts []string `json:"trusts,omitempty"`
 }
 
@@ -74,7 +75,7 @@ type NodeCertificate struct {
 	Certificate
 }
 
-// newest returns the certificate of the session, or the one that the inventory remembers, whichever is newer.
+// newest returns the newer one of two certificates of a node, for instance of the inventory's and the session's.
 // Both may be nil.
 func newest(a, b *Certificate) *Certificate {
 	if a == nil || b != nil && (b.Starts.After(a.Starts) || b.Serial == a.Serial && len(a.Trusts) == 0) {
@@ -163,7 +164,7 @@ func (s *Server) allCertificates(ctx context.Context) *CertificateList {
 	return list
 }
 
-// takeNodes sets what the list says of nodes.
+// takeNodes sets Nodes and Without.
 func (l *CertificateList) takeNodes(nodes []Node) {
 	for i := range nodes {
 		n := &nodes[i]
@@ -188,8 +189,9 @@ func (c *Client) Certificates(ctx context.Context) (*CertificateList, error) {
 
 // RenewRequest is the body of POST /v1/certificates/renew of a cloud.
 type RenewRequest struct {
-	Nodes []string `json:"nodes,omitempty"` // to ask; empty: all that are connected
-	// WithinSeconds is the time in which each edge chooses a moment; 0: the cloud chooses it from the number of nodes.
+	Nodes []string `json:"nodes,omitempty"` // the nodes to ask; empty: all connected nodes
+	// WithinSeconds is the time within which each edge chooses a random moment to renew. 0: the cloud chooses this time
+	// by the number of nodes.
 	WithinSeconds int `json:"within_seconds,omitempty"`
 }
 
@@ -197,7 +199,7 @@ type RenewRequest struct {
 type RenewAnswer struct {
 	Asked         []string `json:"asked"` // nodes
 	WithinSeconds int      `json:"within_seconds"`
-	// NotAsked are connected nodes that cannot be asked, with the reason.
+	// NotAsked are the connected nodes that the cloud could not ask, each with the reason.
 	NotAsked   []NotAsked `json:"not_asked,omitempty"`
 	Away       []string   `json:"away,omitempty"` // nodes of the request that are connected to no replica
 	Incomplete []string   `json:"incomplete,omitempty"`
@@ -210,10 +212,10 @@ type NotAsked struct {
 }
 
 const (
-	// renewalsPerSecond is how many nodes a cloud has renew their certificates in a second, on average. A signature
-	// by a CA in files takes about a millisecond; a cluster's signer is slower.
+	// renewalsPerSecond is how many nodes renew their certificates in a second, on average, when a cloud asks all. A
+	// signature by a CA in files takes about a millisecond; a cluster's signer is slower.
 	renewalsPerSecond = 10
-	// maxRenewRequest bounds the body, in bytes: some 100,000 names.
+	// maxRenewRequest is the longest body of a RenewRequest, in bytes: it has room for some 100,000 names.
 	maxRenewRequest = 16 << 20
 )
 
@@ -277,7 +279,7 @@ func (s *Server) askToRenew(of *tunnel.Session, within time.Duration) error {
 	return s.cfg.AskToRenew(of, within)
 }
 
-// renewElsewhere has the other replicas ask their nodes, and adds their answers.
+// renewElsewhere makes the other replicas ask their nodes, and adds their answers to answer.
 func (s *Server) renewElsewhere(ctx context.Context, request RenewRequest, answer *RenewAnswer) {
 	others := s.cfg.Peers.Others()
 	answers, errs := make([]RenewAnswer, len(others)), make([]error, len(others))
@@ -295,7 +297,7 @@ func (s *Server) renewElsewhere(ctx context.Context, request RenewRequest, answe
 		answer.Asked = append(answer.Asked, answers[i].Asked...)
 		answer.NotAsked = append(answer.NotAsked, answers[i].NotAsked...)
 	}
-	// An edge may have a session with every replica.
+	// An edge may have a session with every replica, so several replicas may have asked it.
 	slices.Sort(answer.Asked)
 	answer.Asked = slices.Compact(answer.Asked)
 	slices.SortFunc(answer.NotAsked, func(a, b NotAsked) int { return strings.Compare(a.Node, b.Node) })

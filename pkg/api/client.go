@@ -67,7 +67,7 @@ func (c *Client) Ping(ctx context.Context, node, target string) (*Pinged, error)
 	return pinged, c.Call(ctx, http.MethodPost, "/v1/ping?"+query.Encode(), nil, pinged)
 }
 
-// Forget removes a missing node from the inventories. It reports whether one had the node.
+// Forget removes a missing node from the inventories of all replicas. had reports whether an inventory had the node.
 func (c *Client) Forget(ctx context.Context, node string) (had bool, err error) {
 	var gone Forgotten
 	err = c.Call(ctx, http.MethodDelete, "/v1/nodes/"+url.PathEscape(node), nil, &gone)
@@ -80,7 +80,7 @@ func (c *Client) Call(ctx context.Context, method, path string, body, v any) err
 	return c.explained(call(ctx, c.http, method, path, body, v))
 }
 
-// socketError is an error with a text for an operator in place of that of its cause.
+// socketError is an error whose text tells an operator what to do. It replaces the text of its cause.
 type socketError struct {
 	text  string
 	cause error
@@ -89,7 +89,7 @@ type socketError struct {
 func (e *socketError) Error() string { return e.text }
 func (e *socketError) Unwrap() error { return e.cause }
 
-// explained returns err, with what to do if it is about the socket.
+// explained returns err. If err is about the admin socket, the returned error says what to do.
 func (c *Client) explained(err error) error {
 	switch {
 	case NotRunning(err):
@@ -107,8 +107,8 @@ func NotRunning(err error) bool {
 	return errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ECONNREFUSED)
 }
 
-// Get returns the answer to a GET request for a path that has no JSON, such as /metrics. A status of 503 is an answer,
-// too: /readyz has it.
+// Get returns the answer to a GET request for a path whose answers are not JSON, such as /metrics. It accepts the
+// status 503, with which /readyz answers while the process is not ready.
 func (c *Client) Get(ctx context.Context, path string) ([]byte, error) {
 	r, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://tunnel"+path, nil)
 	if err != nil {
@@ -182,7 +182,7 @@ func send(ctx context.Context, client *http.Client, method, path string, body an
 	return nil, failure
 }
 
-// errOlder is the error of a process that does not know the path of a request.
+// errOlder is the error if the process answers that it does not know the path of a request.
 type errOlder struct{ status string }
 
 // Error implements error.

@@ -6,11 +6,12 @@ import (
 	"sync"
 )
 
-// insideListener is a net.Listener whose conns come from dial, in this process.
+// insideListener is a net.Listener inside this process: each call of dial makes a conn, and Accept returns its other
+// end.
 type insideListener struct {
 	conns  chan net.Conn // dial sends, Accept receives; unbuffered, so that no conn is left behind; never closed
 	closed chan struct{} // Close closes it
-	once   sync.Once     // for Close
+	once   sync.Once     // makes Close close closed only once
 }
 
 func newInsideListener() *insideListener {

@@ -10,11 +10,12 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// learnPause is how long changes of the other replicas are gathered. Each change of a node is one.
+// learnPause is how long learn waits after a change of the other replicas before it looks at them. Many changes come
+// close together: each node that joins or leaves is one.
 const learnPause = time.Second
 
-// learn asks each replica that joins which nodes it misses, until ctx is done. So what replicas remember outlives a
-// rolling update, in which every replica stops once.
+// learn asks each replica that joins this one for its missing nodes, and remembers these nodes, until ctx is done. So
+// the memory of missing nodes outlives a rolling update, in which every replica restarts.
 func (s *Server) learn(ctx context.Context) {
 	asked := make(map[string]bool) // ids of replicas
 	for {
@@ -26,7 +27,7 @@ func (s *Server) learn(ctx context.Context) {
 			var list NodeList
 			if err := s.ask(ctx, other, http.MethodGet, "/v1/nodes", &list); err != nil {
 				s.cfg.Log.Debug("another replica does not tell which nodes it misses", "remote", other.Remote, "err", err)
-				continue // until the next change
+				continue // ask this replica again at the next change
 			}
 			asked[other.ID] = true
 			s.adopt(&list)
@@ -44,7 +45,8 @@ func (s *Server) learn(ctx context.Context) {
 	}
 }
 
-// adopt remembers the nodes that another replica misses. What only Kubernetes knows is no memory.
+// adopt adds the missing nodes of another replica's list to the inventory. It leaves out nodes that the other replica
+// knows only from Kubernetes: no replica has ever seen them.
 func (s *Server) adopt(list *NodeList) {
 	for i := range list.Nodes {
 		n := &list.Nodes[i]

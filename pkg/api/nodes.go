@@ -22,44 +22,44 @@ type NodeState string
 // The states of a node.
 const (
 	Connected NodeState = "connected" // it has a session with a replica
-	Missing   NodeState = "missing"   // it has none, and was connected before, or Kubernetes has it
+	Missing   NodeState = "missing"   // it has no session, and was connected before or is a Node in Kubernetes
 )
 
 // NodeList is the answer of GET /v1/nodes.
 type NodeList struct {
 	APIVersion string    `json:"api_version"`
 	Time       time.Time `json:"time"`
-	Replica    string    `json:"replica"` // that has answered
+	Replica    string    `json:"replica"` // the replica that has answered
 	Nodes      []Node    `json:"nodes"`   // sorted by name
 	// Incomplete says why nodes or facts may be missing in the list; empty: the list is complete.
 	Incomplete []string `json:"incomplete,omitempty"`
 }
 
-// Node is a node, as all replicas together know it. Times that are not known are left out.
+// Node is what all replicas together know of a node. JSON leaves out times that nobody knows.
 type Node struct {
 	Name  string    `json:"name"`
 	State NodeState `json:"state"`
-	// Sessions are live, the newest first. An edge may keep a session with every replica.
+	// Sessions are the live sessions, the newest first. An edge may keep a session with every replica.
 	Sessions []Session `json:"sessions,omitempty"`
 
-	// What the inventories of the replicas remember. Nothing, if a cloud keeps none.
+	// What the inventories of the replicas remember. All are zero if the cloud has no inventory.
 	FirstSeen     time.Time `json:"first_seen,omitzero"`
 	LastSeen      time.Time `json:"last_seen,omitzero"`
-	FactsAt       time.Time `json:"facts_at,omitzero"`        // of the next four: when its last session began or ended
-	LastReplica   string    `json:"last_replica,omitempty"`   // that has seen it last
-	LastRemote    string    `json:"last_remote,omitempty"`    // its address then
-	LastSoftware  string    `json:"last_software,omitempty"`  // its version then
-	LastEnd       string    `json:"last_end,omitempty"`       // why its last session ended
-	SessionsTotal int       `json:"sessions_total,omitempty"` // since first_seen
+	FactsAt       time.Time `json:"facts_at,omitzero"`        // when the next four were set: a session began or ended
+	LastReplica   string    `json:"last_replica,omitempty"`   // the replica that had the last session
+	LastRemote    string    `json:"last_remote,omitempty"`    // the address of the edge in the last session
+	LastSoftware  string    `json:"last_software,omitempty"`  // the version of the edge in the last session
+	LastEnd       string    `json:"last_end,omitempty"`       // why the last session ended
+	SessionsTotal int       `json:"sessions_total,omitempty"` // how many sessions have begun since first_seen
 
 	CertificateEnds     time.Time `json:"certificate_ends,omitzero"`
-	CertificateSerial   string    `json:"certificate_serial,omitempty"` // of the newest that was issued; hexadecimal
+	CertificateSerial   string    `json:"certificate_serial,omitempty"` // of the last issued certificate, in hexadecimal
 	CertificateIssuedAt time.Time `json:"certificate_issued_at,omitzero"`
 	CertificatesIssued  int       `json:"certificates_issued,omitempty"`
-	// Certificate is the newest that the node has shown or got; nil: none is known.
+	// Certificate is the newest certificate that the node has shown or got; nil: the cloud knows none.
 	Certificate *Certificate `json:"certificate,omitempty"`
 
-	Flapping   bool `json:"flapping,omitempty"`   // its sessions began again and again in the last ten minutes
+	Flapping   bool `json:"flapping,omitempty"`   // the node has begun four sessions with one replica within ten minutes
 	Kubernetes bool `json:"kubernetes,omitempty"` // there is a Node object of this name
 }
 
@@ -103,7 +103,7 @@ func (s *Server) sessionOf(of *tunnel.Session) Session {
 	return out
 }
 
-// local returns what this replica knows of nodes by itself.
+// local returns the list of the nodes that this replica knows. It asks no other replica.
 func (s *Server) local() *NodeList {
 	nodes := make(map[tunnel.NodeName]*Node)
 	var incomplete []string
@@ -140,14 +140,15 @@ func (s *Server) local() *NodeList {
 	return s.list(nodes, incomplete, time.Now())
 }
 
-// list makes the answer. incomplete says what it lacks. at is when the counters of sessions were read.
+// list makes the answer from nodes. incomplete says why the answer may lack something. at is when this replica read the
+// counters of its sessions.
 func (s *Server) list(nodes map[tunnel.NodeName]*Node, incomplete []string, at time.Time) *NodeList {
 	l := &NodeList{
 		APIVersion: Version, Time: at.UTC(), Replica: s.cfg.Replica,
 		Nodes: make([]Node, 0, len(nodes)), Incomplete: incomplete,
 	}
 	for _, n := range nodes {
-		if ends := n.Newest().CertificateEnds; !ends.IsZero() { // an older one may end later
+		if ends := n.Newest().CertificateEnds; !ends.IsZero() { // the newest counts, even if an older one ends later
 			n.CertificateEnds = ends
 		}
 		l.Nodes = append(l.Nodes, *n)
@@ -159,7 +160,7 @@ func (s *Server) list(nodes map[tunnel.NodeName]*Node, incomplete []string, at t
 // remembered returns what the inventory knows of a node.
 func (s *Server) remembered(name tunnel.NodeName, r inventory.Record) *Node {
 	here := r.Replica
-	if here == "" && r.Sessions > 0 { // else another replica had the sessions
+	if here == "" && r.Sessions > 0 { // an empty Replica means this replica, if it has counted sessions
 		here = s.cfg.Replica
 	}
 	return &Node{
@@ -198,7 +199,7 @@ func (s *Server) Nodes(ctx context.Context) *NodeList {
 		}
 		merge(nodes, lists[i])
 	}
-	// A replica that does not answer has told which nodes it holds, before.
+	// A replica that does not answer now has told earlier which nodes it holds.
 	if silent {
 		for _, name := range s.cfg.Peers.Connected() {
 			n := nodes[name]
@@ -209,10 +210,10 @@ func (s *Server) Nodes(ctx context.Context) *NodeList {
 			n.State = Connected
 		}
 	}
-	return s.list(nodes, incomplete, own.Time) // not now: a replica may have been waited for
+	return s.list(nodes, incomplete, own.Time) // not time.Now(): waiting for other replicas has taken time
 }
 
-// merge adds the nodes of a replica's list.
+// merge adds the nodes in the list of a replica to nodes.
 func merge(nodes map[tunnel.NodeName]*Node, list *NodeList) {
 	for i := range list.Nodes {
 		from := &list.Nodes[i]
@@ -247,7 +248,7 @@ func (n *Node) add(from *Node) {
 		n.CertificateIssuedAt, n.CertificateSerial = from.CertificateIssuedAt, from.CertificateSerial
 	}
 	if n.Certificate = newest(n.Certificate, from.Certificate); n.Certificate != nil {
-		n.CertificateEnds = n.Certificate.Ends // an older one may end later
+		n.CertificateEnds = n.Certificate.Ends // the newest counts, even if an older one ends later
 	} else if from.CertificateEnds.After(n.CertificateEnds) {
 		n.CertificateEnds = from.CertificateEnds
 	}
@@ -255,7 +256,7 @@ func (n *Node) add(from *Node) {
 	n.CertificatesIssued += from.CertificatesIssued
 }
 
-// forget answers DELETE /v1/nodes/NAME. Each replica forgets the node, unless one of them has a session of it.
+// forget answers DELETE /v1/nodes/NAME: all replicas forget the node. If a replica holds the node, forget refuses.
 func (s *Server) forget(w http.ResponseWriter, r *http.Request, local bool) {
 	name, err := tunnel.ParseNodeName(r.PathValue("node"))
 	if err != nil {
@@ -286,7 +287,7 @@ func (s *Server) forget(w http.ResponseWriter, r *http.Request, local bool) {
 	Answer(w, Forgotten{Had: had})
 }
 
-// forgetElsewhere has the other replicas forget a node. It reports whether one of them had it.
+// forgetElsewhere makes the other replicas forget a node. had reports whether the inventory of one of them had it.
 func (s *Server) forgetElsewhere(ctx context.Context, name tunnel.NodeName) (had bool, err error) {
 	others := s.cfg.Peers.Others()
 	answers, errs := make([]Forgotten, len(others)), make([]error, len(others))
@@ -312,8 +313,8 @@ func (s *Server) ask(ctx context.Context, other peers.Replica, method, path stri
 	return s.askWith(ctx, other, method, path, nil, v)
 }
 
-// askWith is ask, with a body; nil: none. It returns a panic as an error, since most callers ask each replica in a
-// goroutine of its own.
+// askWith is ask with a body; nil: no body. If askWith panics, it returns the panic as an error: most callers ask each
+// replica in a goroutine of its own, where a panic would end the process.
 func (s *Server) askWith(ctx context.Context, other peers.Replica, method, path string, body, v any) error {
 	ctx, cancel := context.WithTimeout(ctx, askTimeout)
 	defer cancel()

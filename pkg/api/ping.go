@@ -15,14 +15,14 @@ import (
 type Pinged struct {
 	Node   string `json:"node"`
 	Target string `json:"target,omitempty"`
-	// OpenSeconds is the time from the request to the open conn: one round trip to the edge, and with a target
-	// the edge's dial.
+	// OpenSeconds is the time from the request until the conn is open: one round trip to the edge. With a target, it
+	// includes the time in which the edge dials the target.
 	OpenSeconds float64 `json:"open_seconds"`
-	// EchoSeconds is the time of a few bytes to the edge and back; 0 with a target.
+	// EchoSeconds is the time in which a few bytes travel to the edge and back; 0 with a target.
 	EchoSeconds float64 `json:"echo_seconds,omitempty"`
 	// HeartbeatSeconds is the round trip of the session's last heartbeat; 0 if another replica has the session.
 	HeartbeatSeconds float64 `json:"heartbeat_seconds,omitempty"`
-	// Old: the edge answers no pings, and HeartbeatSeconds is all that is known.
+	// Old is true if the edge is too old to answer pings. Then only HeartbeatSeconds is set.
 	Old bool `json:"old,omitempty"`
 }
 
@@ -58,7 +58,8 @@ func (s *Server) ping(w http.ResponseWriter, r *http.Request) {
 	Answer(w, &out)
 }
 
-// heartbeat returns the round trip of the last heartbeat in seconds; 0: not known.
+// heartbeat returns the round trip of the last heartbeat of a node's session, in seconds. It returns 0 if this replica
+// has no session of the node.
 func (s *Server) heartbeat(node tunnel.NodeName) float64 {
 	for _, of := range s.cfg.Sessions() {
 		if of.Node == node {

@@ -11,20 +11,20 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// Status is the answer of GET /v1/status: this process alone.
+// Status is the answer of GET /v1/status. It describes only the process that answers.
 type Status struct {
 	APIVersion string    `json:"api_version"`
 	Time       time.Time `json:"time"`
 	Mode       string    `json:"mode"` // "cloud" or "edge"
 	Software   string    `json:"software"`
-	Replica    string    `json:"replica"`        // its pod or its machine
-	Node       string    `json:"node,omitempty"` // an edge's
+	Replica    string    `json:"replica"`        // the pod or the machine of the process
+	Node       string    `json:"node,omitempty"` // the node of an edge
 	Started    time.Time `json:"started"`
 	Ready      bool      `json:"ready"`
 	Checks     []Check   `json:"checks"`
 	Listeners  []string  `json:"listeners,omitempty"`
 	Counts     Counts    `json:"counts"`
-	// Sessions are an edge's, with replicas of the cloud. Those of a cloud are in GET /v1/nodes.
+	// Sessions are the sessions of an edge with replicas of the cloud. For the sessions of a cloud, see GET /v1/nodes.
 	Sessions []Session `json:"sessions,omitempty"`
 	// Replicas are the other replicas that have joined this cloud.
 	Replicas []Replica `json:"replicas,omitempty"`
@@ -35,8 +35,8 @@ type Status struct {
 // StatusList is the answer of GET /v1/statuses.
 type StatusList struct {
 	APIVersion string    `json:"api_version"`
-	Statuses   []*Status `json:"statuses"` // of this process, and then of the other replicas
-	// Incomplete says which replicas have not answered.
+	Statuses   []*Status `json:"statuses"` // first of the process that answers, then of the other replicas
+	// Incomplete says which replicas have not answered, and why.
 	Incomplete []string `json:"incomplete,omitempty"`
 }
 
@@ -47,29 +47,29 @@ type Check struct {
 	Text  string      `json:"text,omitempty"`
 }
 
-// Counts are numbers of this process. Those that end in _total count since it started.
+// Counts are numbers of this process. A number whose JSON name ends in _total counts since the start of the process.
 type Counts struct {
-	Nodes         int               `json:"nodes"`            // that have a session with this process
-	Remembered    int               `json:"nodes_remembered"` // of the inventory
-	Conns         int64             `json:"conns"`            // open now
-	Waiting       int64             `json:"waiting"`          // open requests that wait for a limit
-	Sessions      uint64            `json:"sessions_total"`   // that were established
-	Replaced      uint64            `json:"replaced_total"`   // by a newer session of the same node
+	Nodes         int               `json:"nodes"`            // nodes that have a session with this process
+	Remembered    int               `json:"nodes_remembered"` // nodes in the inventory
+	Conns         int64             `json:"conns"`            // conns that are open now
+	Waiting       int64             `json:"waiting"`          // opens that wait because a limit is reached
+	Sessions      uint64            `json:"sessions_total"`   // sessions that have begun
+	Replaced      uint64            `json:"replaced_total"`   // sessions replaced by a newer one of the same node
 	JoinsRefused  uint64            `json:"joins_refused_total"`
 	Opened        uint64            `json:"conns_opened_total"`
 	Resets        uint64            `json:"conns_reset_total"`
 	SentBytes     uint64            `json:"sent_bytes_total"`
 	ReceivedBytes uint64            `json:"received_bytes_total"`
-	Refused       map[string]uint64 `json:"conns_refused_total,omitempty"` // by the code of the refusal
+	Refused       map[string]uint64 `json:"conns_refused_total,omitempty"` // refused conns by the code of the refusal
 }
 
-// Replica is another replica.
+// Replica is another replica of the same cloud.
 type Replica struct {
 	ID       string    `json:"id"`
 	Remote   string    `json:"remote"`
 	Since    time.Time `json:"since"`
 	Software string    `json:"software,omitempty"`
-	Nodes    int       `json:"nodes"` // that it holds
+	Nodes    int       `json:"nodes"` // how many nodes the replica holds
 	Leaving  bool      `json:"leaving,omitempty"`
 }
 
@@ -95,7 +95,7 @@ func (s *Server) status() *Status {
 	if s.cfg.Mode != "cloud" {
 		for _, of := range sessions {
 			one := s.sessionOf(of)
-			one.Replica = of.Instance // of the cloud at the other end
+			one.Replica = of.Instance // the instance of the replica at the other end
 			st.Sessions = append(st.Sessions, one)
 		}
 	}

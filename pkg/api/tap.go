@@ -17,23 +17,23 @@ import (
 )
 
 const (
-	// followPause is how long a replica is left alone after its stream has failed. It doubles up to maxFollowPause while
-	// the replica does not answer.
+	// followPause is how long a follower waits after the stream of a replica has failed. The wait doubles up to
+	// maxFollowPause while the replica does not answer.
 	followPause    = time.Second
 	maxFollowPause = 30 * time.Second
 	// maxWatchers is how many operators may watch this replica at a time: half of the conns of the admin socket.
 	maxWatchers = 8
-	// maxStall is how long a watcher may take to read what was sent: a stopped terminal reads nothing.
+	// maxStall is how long a watcher may take to read the lines that were sent: a stopped terminal reads nothing.
 	maxStall = time.Minute
-	// maxLine bounds a line of another process, in bytes.
+	// maxLine is the longest line of another process, in bytes.
 	maxLine = 64 << 10
 )
 
-// errWatchers answers a watcher too many.
+// errWatchers refuses a watcher if maxWatchers watch already.
 var errWatchers = fmt.Errorf("%d operators watch this replica already: end one tunnel tap, and try again", maxWatchers)
 
-// tapOperator answers GET /v1/tap on the admin socket. Other commands need its conns, too, so that it serves only
-// maxWatchers at a time. Each other replica follows for its own watchers, which are as many.
+// tapOperator answers GET /v1/tap on the admin socket. It serves at most maxWatchers at a time, so that other commands
+// can still connect to the socket. The other replicas also follow this one, each for at most maxWatchers of its own.
 func (s *Server) tapOperator(w http.ResponseWriter, r *http.Request) {
 	defer s.watchers.Add(-1)
 	if s.watchers.Add(1) > maxWatchers {
@@ -43,8 +43,8 @@ func (s *Server) tapOperator(w http.ResponseWriter, r *http.Request) {
 	s.tap(w, r, r.URL.Query().Has("local"))
 }
 
-// tap answers GET /v1/tap: a line of JSON for each conn that opens or ends, until the client leaves. local: this
-// replica's conns alone.
+// tap answers GET /v1/tap: a line of JSON for each conn that opens or ends, until the client leaves. If local is true,
+// it shows only the conns of this replica.
 func (s *Server) tap(w http.ResponseWriter, r *http.Request, local bool) {
 	node := tunnel.NodeName("")
 	if name := r.URL.Query().Get("node"); name != "" {
@@ -55,7 +55,8 @@ func (s *Server) tap(w http.ResponseWriter, r *http.Request, local bool) {
 		}
 	}
 	control := http.NewResponseController(w)
-	// The timeouts of the server are for short answers. Setting a deadline fails only for a conn that has ended.
+	// The server's timeouts are for short answers, and this one is long. Setting a deadline fails only if the conn has
+	// ended.
 	control.SetReadDeadline(time.Time{})
 	control.SetWriteDeadline(time.Now().Add(maxStall))
 	watcher := s.cfg.Tap.Watch(node)
@@ -87,7 +88,7 @@ func (s *Server) tap(w http.ResponseWriter, r *http.Request, local bool) {
 	}
 }
 
-// guardFollower calls f, and tells the watcher of a panic.
+// guardFollower calls f. If f panics, it tells the watcher that conns are missing.
 func (s *Server) guardFollower(watcher *tap.Watcher, f func()) {
 	err := tunnel.Guard(s.cfg.Log, s.cfg.Counters, "conns of replicas are missing", func() error { f(); return nil })
 	if err != nil {
@@ -111,8 +112,8 @@ func (s *Server) followAll(ctx context.Context, node tunnel.NodeName, watcher *t
 			if known {
 				continue
 			}
-			// find returns how to dial the replica now. If the replica has gone, it returns nil: another follower begins when
-			// the replica is back. It holds mu, so that no return is missed.
+			// find returns how to dial the replica now. If the replica has gone, find returns nil, which ends this follower.
+			// find then also deletes the replica from followed: when the replica is back, followAll starts a new follower.
 			find := func() dialFunc {
 				mu.Lock()
 				defer mu.Unlock()
@@ -150,7 +151,7 @@ func followReplica(
 	ctx context.Context, address string, find func() dialFunc, node tunnel.NodeName, watcher *tap.Watcher,
 ) {
 	tell := func(text string) { watcher.Put(tap.Line{Warning: "the replica at " + address + ": " + text}) }
-	missing, pause := false, followPause // missing: the watcher was told that lines are missing
+	missing, pause := false, followPause // missing is true after the watcher was told that lines are missing
 	answers := func() {
 		if missing {
 			tell("it answers again, so its conns are shown from here on")

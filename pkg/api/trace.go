@@ -14,14 +14,14 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// The steps of a trace. The edge adds those of package trace.
+// The steps of a trace that the cloud does. The steps of the edge are in package trace.
 const (
-	StepHold  = "hold"  // find the replica that holds the node
-	StepReach = "reach" // reach the edge through the tunnel
-	StepDial  = "dial"  // all that an old edge does at once
+	StepHold  = "hold"  // the cloud finds the replica that holds the node
+	StepReach = "reach" // a replica reaches the edge through the tunnel
+	StepDial  = "dial"  // an old edge, which knows no traces, dials the target: all its steps in one
 )
 
-// Traced is the answer of POST /v1/trace. Only the last hop can have failed.
+// Traced is the answer of POST /v1/trace: the hops up to the target, or up to the first hop that was refused.
 type Traced struct {
 	Node   string `json:"node"`
 	Target string `json:"target"`
@@ -30,21 +30,22 @@ type Traced struct {
 
 // Hop is one step on the way to a target.
 type Hop struct {
-	At      string  `json:"at"` // whose step it is: a replica or a node
+	At      string  `json:"at"` // the replica or the node that did the step
 	Step    string  `json:"step"`
 	Text    string  `json:"text"`
 	Seconds float64 `json:"seconds,omitempty"`
-	Code    string  `json:"code,omitempty"` // of the refusal; "": the step has succeeded
-	Next    string  `json:"next,omitempty"` // what to do about the refusal
+	Code    string  `json:"code,omitempty"` // the code of the refusal; "": the step has succeeded
+	Next    string  `json:"next,omitempty"` // what an operator can do about the refusal
 }
 
 // Holder is the answer of GET /v1/holds/NAME.
 type Holder struct {
-	Replica string   `json:"replica"`           // that has answered
-	Session *Session `json:"session,omitempty"` // of the node with this replica; nil: none
+	Replica string   `json:"replica"`           // the replica that has answered
+	Session *Session `json:"session,omitempty"` // the session of the node with this replica; nil: there is none
 }
 
-// Trace follows the way to a target behind a node. The error is about the request; a hop says what refuses.
+// Trace asks the cloud to dial a target through a node, step by step. Each hop of the result is one step. The last hop
+// says whether the target was reached, or why its step was refused. An error means that the request itself has failed.
 func (c *Client) Trace(ctx context.Context, node, target string) (*Traced, error) {
 	traced := new(Traced)
 	query := url.Values{"node": {node}, "target": {target}}
@@ -56,7 +57,7 @@ func (s *Server) holds(w http.ResponseWriter, r *http.Request) {
 	Answer(w, Holder{Replica: s.cfg.Replica, Session: s.session(tunnel.NodeName(r.PathValue("node")))})
 }
 
-// session describes the session of a node with this replica; nil: it has none.
+// session describes the session of a node with this replica; nil: there is none.
 func (s *Server) session(node tunnel.NodeName) *Session {
 	for _, of := range s.cfg.Sessions() {
 		if of.Node == node {
@@ -105,7 +106,7 @@ func (s *Server) holder(ctx context.Context, node tunnel.NodeName) Hop {
 			hop.At = "the replica at " + other.Remote
 			err := s.ask(ctx, other, http.MethodGet, "/v1/holds/"+string(node), &there)
 			hop.Seconds = time.Since(began).Seconds()
-			if err != nil || there.Session == nil { // an old replica, or the node has just left: the next hop says so
+			if err != nil || there.Session == nil { // the replica is old, or the node has left: then the next hop fails
 				hop.Text = fmt.Sprintf("it holds %s", node)
 				return hop
 			}
@@ -133,7 +134,7 @@ func (s *Server) holder(ctx context.Context, node tunnel.NodeName) Hop {
 	return hop
 }
 
-// edgeHops returns the hops from the replica on.
+// edgeHops returns the hops behind the hop of holder: reaching the edge, and the steps of the edge.
 func (s *Server) edgeHops(ctx context.Context, node tunnel.NodeName, target string) []Hop {
 	at := "node " + string(node)
 	began := time.Now()
@@ -167,7 +168,7 @@ func next(hop *Hop, node string) string {
 	if hop.Code == "" {
 		return ""
 	}
-	byCode := map[string]string{ // whichever step it is
+	byCode := map[string]string{ // the same advice for every step
 		tunnel.Overloaded.String(): "a limit is reached: see docs/limits.md, and tunnel status",
 		tunnel.Draining.String():   "the edge or the cloud is about to stop: try again in half a minute",
 		tunnel.Gone.String():       "the session has just ended: try again, then tunnel ls " + node,
