@@ -5,15 +5,15 @@
 // token file, a node certificate, and a Kubernetes ServiceAccount token. It also knows what
 // revokes each proof. A session calls Authenticate once and then waits for the end of its grant:
 //
-//	tokens, err := auth.NewTokens(auth.TokensConfig{Path: "/etc/tunnel/tokens", Log: log}) // fatal when bad
+//	tokens, err := auth.NewTokens(auth.TokensConfig{Path: "/etc/tunnel/tokens", Log: log})
 //	gate := auth.NewGate(auth.GateConfig{Tokens: tokens, NodeCA: pool.Pool, Backdate: auth.Backdate, Log: log})
-//	go gate.Run(ctx)                        // follows the file, the CA, Kubernetes' nodes
+//	go gate.Run(ctx)                        // follows the token file, the CA and the nodes of Kubernetes
 //	…
 //	c, err := auth.DecodeToken(bearer)      // what the edge sent; or Credential{Node, Chain}
-//	g, err := gate.Authenticate(ctx, c)     // ctx: the session's own
+//	g, err := gate.Authenticate(ctx, c)     // ctx: the context of the session
 //	select {
 //	case <-g.Revoked:                       // the credential was revoked: end the session
-//	case <-time.After(time.Until(g.Expires)): // unless it is zero
+//	case <-time.After(time.Until(g.Expires)): // a zero Expires means never
 //	case <-ctx.Done():
 //	}
 //
@@ -21,7 +21,7 @@
 // ones for a session that a certificate opened. A [Signer] signs them; [FileSigner] is a Signer
 // whose CA is in files.
 //
-//	signer, err := auth.NewFileSigner("nodes-ca.crt", "nodes-ca.key", 0) // fatal when bad
+//	signer, err := auth.NewFileSigner("nodes-ca.crt", "nodes-ca.key", 0)
 //	issuer := auth.NewIssuer(gate, signer)
 //	node, chain, err := issuer.First(ctx, c, request)
 //
@@ -48,12 +48,12 @@
 // [Secret] is a token whose printed form is always ***. [StaticToken] and [TokenFile] are the
 // sources of an edge's token, and [TokenOf] asks a source for the token.
 //
-// The package opens no listener. It starts goroutines inside Run only, apart from the short
-// ones with which [Gate] forgets a grant (context.AfterFunc). It runs no TLS handshake: its
+// The package opens no listener. It starts goroutines only inside Run, except for short
+// ones in which [Gate] forgets a grant (context.AfterFunc). It runs no TLS handshake: its
 // caller does, and the handshake proves that the peer holds the key of its certificate. The
 // package verifies the certificates of nodes; each front door verifies its own callers. It
-// reaches Kubernetes only through a [Reviewer], a [Signer] and [Nodes]. An authenticated node
-// is that node and nothing more: what the node may do is not decided here.
+// reaches Kubernetes only through a [Reviewer], a [Signer] and [Nodes]. The package proves
+// which node an edge is. It does not decide what the node may do.
 package auth
 
 import (
@@ -74,7 +74,7 @@ type Credential struct {
 	// Chain is the client certificate of the connection, leaf first. The handshake has
 	// proven that the edge has its key. Everything else is still unverified.
 	Chain []*x509.Certificate
-	// From is the address of an edge that has not joined yet (a stranger). The Gate bounds
+	// From is the address of an edge that has not joined yet (a stranger). The Gate limits
 	// the token reviews of strangers. The zero address means that a joined edge presents a
 	// new credential.
 	From netip.Addr
@@ -82,7 +82,7 @@ type Credential struct {
 
 // Grant is the Gate's answer to a good credential.
 type Grant struct {
-	Node    tunnel.NodeName // proven
+	Node    tunnel.NodeName // the node that the credential proves
 	By      string          // the proof, for people: "token", "certificate 3f…", "service account ns/name"
 	Expires time.Time       // when the credential expires by itself; zero: never
 	// Revoked is closed when the credential stops being good before Expires. The Gate forgets
@@ -119,7 +119,7 @@ type Reviewer interface {
 type Review struct {
 	Authenticated bool
 	User          string // "system:serviceaccount:NAMESPACE:NAME"
-	Node          string // node of the pod to which the token is bound; "": the token names none
+	Node          string // the node of the pod to which the token is bound; "": the token names no node
 }
 
 // Nodes lists the nodes of Kubernetes.
@@ -131,10 +131,10 @@ type Nodes interface {
 	Changed() <-chan struct{}
 }
 
-// ErrUnauthenticated is the one refusal of every bad credential. Its text is the same for an
-// unknown node, a wrong token and a malformed name. The reason is for the log of the side
-// that refuses, since it would help an attacker. To the peer, send this text, and never the
-// text of an error that wraps ErrUnauthenticated.
+// ErrUnauthenticated refuses every bad credential. Its text is the same for an unknown node,
+// a wrong token and a malformed name. An error that wraps ErrUnauthenticated holds the reason
+// for the log of this side. The reason would help an attacker, so send the peer only the text
+// of ErrUnauthenticated.
 var ErrUnauthenticated = errors.New("node name and token were not accepted; the cloud's log says why")
 
 // refusal is the reason why a credential is bad. It wraps ErrUnauthenticated.

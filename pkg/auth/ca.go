@@ -16,8 +16,8 @@ import (
 	"time"
 )
 
-// CA is a certificate authority. It exists in memory only. The caller stores CertPEM and
-// KeyPEM if it wants to issue more certificates later.
+// CA is a certificate authority in memory. A caller that wants to issue more certificates
+// later must store CertPEM and KeyPEM.
 type CA struct {
 	key     crypto.Signer
 	cert    *x509.Certificate
@@ -83,8 +83,8 @@ func LoadCA(certPEM, keyPEM []byte) (*CA, error) {
 	return &CA{key: key, cert: cert, certPEM: encodePEM("CERTIFICATE", cert.Raw)}, nil
 }
 
-// LoadCAAmong returns the authority that a key belongs to. certsPEM has its certificate, perhaps among those of
-// other authorities: of an old one and of its successor, for instance.
+// LoadCAAmong returns the authority that a key belongs to. certsPEM holds the authority's certificate, and perhaps
+// certificates of other authorities, for instance of an old CA or of its successor.
 func LoadCAAmong(certsPEM, keyPEM []byte) (*CA, error) {
 	certs, err := ParseCertificates(certsPEM)
 	if err != nil {
@@ -95,10 +95,10 @@ func LoadCAAmong(certsPEM, keyPEM []byte) (*CA, error) {
 			return ca, nil
 		}
 	}
-	return LoadCA(certsPEM, keyPEM) // its error is about the first certificate
+	return LoadCA(certsPEM, keyPEM) // for its error: the key does not match the first certificate either
 }
 
-// ReadCA is LoadCAAmong, of files.
+// ReadCA reads a certificate file and a key file, and returns the result of LoadCAAmong.
 func ReadCA(certFile, keyFile string) (*CA, error) {
 	certPEM, err := os.ReadFile(certFile)
 	if err != nil {
@@ -118,8 +118,8 @@ func ReadCA(certFile, keyFile string) (*CA, error) {
 // Certificate returns the authority's own certificate.
 func (ca *CA) Certificate() *x509.Certificate { return ca.cert }
 
-// Reissue makes a new P-256 key and a certificate for it, with the names and the usages of another certificate, until
-// the CA expires.
+// Reissue makes a new P-256 key and a certificate for the key. The certificate has the names and the usages of like,
+// and is valid until the CA expires.
 func (ca *CA) Reissue(like *x509.Certificate) (certPEM, keyPEM []byte, err error) {
 	return ca.issue(&x509.Certificate{
 		RawSubject: like.RawSubject, Subject: like.Subject,

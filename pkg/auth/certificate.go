@@ -44,8 +44,8 @@ func isSAN(e pkix.Extension) bool {
 }
 
 // verify checks that roots have signed the chain (leaf first) and that a client may use it now.
-// until is when the chain expires: of each verified chain the first NotAfter, and of those the
-// latest.
+// until is when the chain expires. A chain to one root expires with the first of its certificates. If
+// several roots fit, the chain that expires last counts.
 func verify(chain []*x509.Certificate, roots *x509.CertPool) (until time.Time, err error) {
 	if roots == nil { // x509 would use the system's roots
 		roots = x509.NewCertPool()
@@ -87,9 +87,9 @@ func VerifyNode(chain []*x509.Certificate, roots *x509.CertPool) (tunnel.NodeNam
 	return node, nil
 }
 
-// ParseCertificates returns the certificates of a PEM text, in their order. It skips blocks of
-// other types, such as keys. An error is about the certificate that follows those returned; it may be cut off. A
-// text without a certificate is no error: the caller can say better what the text should be.
+// ParseCertificates returns the certificates of a PEM text, in their order. It skips blocks of other types, such as
+// keys. If a certificate is damaged or cut off, ParseCertificates returns an error and the certificates before it. A
+// text without a certificate gives no error: the caller can better say what the text should be.
 func ParseCertificates(text []byte) (certs []*x509.Certificate, err error) {
 	blocks, cut := tunnel.PEMBlocks(text)
 	for _, block := range blocks {

@@ -7,10 +7,10 @@ type Class string
 
 // The classes.
 const (
-	ClassMetrics Class = "metrics" // measurements: /metrics, /stats
+	ClassMetrics Class = "metrics" // metrics of the node and its pods: /metrics, /stats
 	ClassHealth  Class = "health"  // /healthz
 	ClassPods    Class = "pods"    // pod specifications and all that they contain: /pods, /runningpods
-	ClassLogs    Class = "logs"    // of containers and of the node: /containerLogs, /logs
+	ClassLogs    Class = "logs"    // logs of containers and of the node: /containerLogs, /logs
 	ClassExec    Class = "exec"    // commands and ports in containers: /exec, /attach, /run, /portForward
 	ClassAll     Class = "all"     // every request, exec included
 )

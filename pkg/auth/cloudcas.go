@@ -13,9 +13,9 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// CloudCAs are the CAs by which edges verify the cloud, the oldest first. In PEM, a CA may come with a succession:
-// a certificate of its name and key that the CA before it has signed. Only the holder of the old CA's key can make
-// one. So an edge that trusts the old CA may trust the new one, whoever has brought it.
+// CloudCAs are the CAs by which edges verify the cloud, the oldest first. In PEM, a CA may come with a succession: a
+// certificate for the name and the key of the CA, signed by an older CA. Only the holder of the older CA's key can make
+// a succession. So an edge that trusts the older CA may trust the newer one, whoever has sent the succession.
 type CloudCAs struct {
 	cas         []*x509.Certificate
 	successions []*x509.Certificate
@@ -24,12 +24,11 @@ type CloudCAs struct {
 const (
 	// successionBlock is the type of a PEM block with a succession. Programs that look for certificates skip it.
 	successionBlock = "TUNNEL CA SUCCESSION"
-	// maxCloudCAs and maxCloudCAsText bound what an edge takes from a cloud: a number, and bytes.
-	maxCloudCAs     = 8
-	maxCloudCAsText = 32 << 10
+	maxCloudCAs     = 8        // an edge accepts at most so many CAs from a cloud
+	maxCloudCAsText = 32 << 10 // the longest PEM text of CAs that an edge accepts, in bytes
 )
 
-// ParseCloudCAs reads CAs in PEM. There is one at least.
+// ParseCloudCAs reads CAs in PEM. It returns an error if text holds no CA.
 func ParseCloudCAs(text []byte) (*CloudCAs, error) {
 	if len(text) > maxCloudCAsText {
 		return nil, fmt.Errorf("the CAs of the cloud are %d bytes long; %d are allowed", len(text), maxCloudCAsText)
@@ -89,7 +88,8 @@ func (c *CloudCAs) Pool() *x509.CertPool {
 	return pool
 }
 
-// CAID returns the name by which edges and cloud speak about a CA: the start of the SHA-256 of its certificate.
+// CAID returns the id by which edges tell the cloud which CAs they trust: the start of the SHA-256 of a CA's
+// certificate.
 func CAID(ca *x509.Certificate) string {
 	sum := sha256.Sum256(ca.Raw)
 	return fmt.Sprintf("%x", sum[:8])
@@ -104,7 +104,7 @@ func (c *CloudCAs) IDs() []string {
 	return ids
 }
 
-// Succeed adds a new CA behind the others, with its succession by old, which must be one of them.
+// Succeed returns the CAs with a new CA behind them. Its succession is signed by old, which must be one of the CAs.
 func (c *CloudCAs) Succeed(old *CA, next *x509.Certificate) (*CloudCAs, error) {
 	if !slices.ContainsFunc(c.cas, old.cert.Equal) {
 		return nil, fmt.Errorf("the CA %s is not among those of the cloud", old.cert.Subject)
@@ -128,7 +128,7 @@ func (c *CloudCAs) Succeed(old *CA, next *x509.Certificate) (*CloudCAs, error) {
 	return &CloudCAs{append(slices.Clone(c.cas), next), append(slices.Clone(c.successions), succession)}, nil
 }
 
-// Only returns the CAs for which keep returns true, with the successions of those.
+// Only returns the CAs for which keep returns true, with their successions.
 func (c *CloudCAs) Only(keep func(*x509.Certificate) bool) *CloudCAs {
 	out := new(CloudCAs)
 	for _, ca := range c.cas {
@@ -144,20 +144,21 @@ func (c *CloudCAs) Only(keep func(*x509.Certificate) bool) *CloudCAs {
 	return out
 }
 
-// isSameCA reports whether two certificates are of one name and key.
+// isSameCA reports whether two certificates have the same name and the same key.
 func isSameCA(a, b *x509.Certificate) bool {
 	return bytes.Equal(a.RawSubject, b.RawSubject) && bytes.Equal(a.RawSubjectPublicKeyInfo, b.RawSubjectPublicKeyInfo)
 }
 
-// Adopt returns the CAs that an edge shall trust from now on. The edge trusts c; a cloud that has shown chain, for
-// host, says told.
+// Adopt returns in next the CAs that an edge trusts from now on. Before, the edge trusts c. The cloud has shown the
+// certificate chain for host, and has told the edge the CAs told.
 //
-// The edge takes a new CA only by a succession of a CA that it trusts. It drops a CA only if the cloud's chain is
-// signed by a newer one. So a replica that was stolen, which has the key of the cloud's certificate but not that of a
-// CA, can add nothing, and cannot take away what comes next. unproven are the CAs without a succession.
+// The edge accepts a new CA only with a succession that a trusted CA has signed. unproven are the told CAs without such
+// a succession. The edge drops a CA only if a newer CA has signed the cloud's chain. So somebody who steals a replica,
+// with the key of the cloud's certificate but without a CA's key, can neither add a CA nor remove a newer CA.
 //
-// A thief of an old CA's key can plant a CA while edges trust the old one. The edge keeps it until the chain is signed
-// by a successor of the old CA: then it drops each CA that the cloud does not tell, and that has come by the old one.
+// Somebody who steals an old CA's key can add a false CA while edges trust the old CA. Edges keep the false CA until a
+// successor of the old CA has signed the cloud's chain. Then they drop each CA that the cloud does not tell and that
+// only the old CA vouches for.
 func (c *CloudCAs) Adopt(
 	told *CloudCAs, chain []*x509.Certificate, host string, now time.Time,
 ) (next *CloudCAs, unproven []*x509.Certificate, err error) {
@@ -192,20 +193,20 @@ func (c *CloudCAs) Adopt(
 	if len(next.cas) > maxCloudCAs {
 		return nil, nil, fmt.Errorf("there would be more than %d CAs", maxCloudCAs)
 	}
-	if n := len(next.PEM()); n > maxCloudCAsText { // the file could not be read again
+	if n := len(next.PEM()); n > maxCloudCAsText { // ParseCloudCAs would refuse the edge's file
 		return nil, nil, fmt.Errorf("the CAs would be %d bytes long; %d are allowed", n, maxCloudCAsText)
 	}
 	return next, left, nil
 }
 
-// follows reports whether the CA at index i stays although the cloud does not tell it: the signer's own successions
-// lead to it, or nobody has signed a succession of it, so that the operator has named it.
+// follows reports whether the CA at index i stays although the cloud does not tell it. It stays if successions lead from
+// the CA at index signer to it. It also stays if it has no succession: then the operator has configured it.
 func (c *CloudCAs) follows(i, signer int, now time.Time) bool {
 	if !slices.ContainsFunc(c.successions, func(s *x509.Certificate) bool { return isSameCA(s, c.cas[i]) }) {
 		return true
 	}
 	line := []*x509.Certificate{c.cas[signer]}
-	for _, ca := range c.cas[signer+1 : i+1] { // a CA is behind the one that has signed its succession
+	for _, ca := range c.cas[signer+1 : i+1] { // a CA comes after the CA that has signed its succession
 		if c.proof(ca, line, now) != nil {
 			line = append(line, ca)
 		}

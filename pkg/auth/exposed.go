@@ -20,7 +20,7 @@ import (
 func Exposed(info fs.FileInfo) bool {
 	groups, err := os.Getgroups()
 	if err != nil {
-		groups = nil // the files of root's groups then count as exposed, which is at worst a warning too many
+		groups = nil // files that root shares with a group then count as exposed: at worst one needless warning
 	}
 	return exposed(info, append(groups, os.Getegid()))
 }
@@ -39,7 +39,7 @@ func exposed(info fs.FileInfo, groups []int) bool {
 		return false
 	case groupReads:
 		uid, gid, ok := FileOwner(info)
-		// No fsGroup is group 0. A process of root is in group 0, whoever else is in it.
+		// Group 0 is never an fsGroup, and other users may be in it.
 		return !ok || uid != 0 || gid == 0 || !slices.Contains(groups, gid)
 	default:
 		return true

@@ -29,8 +29,8 @@ type GateConfig struct {
 	Reviewer        Reviewer // nil: no ServiceAccount tokens
 	ServiceAccounts []string // "namespace/name": the accounts whose tokens are accepted
 	Nodes           Nodes    // nil: any node may join; else only the nodes of Kubernetes
-	// Known reports whether the cloud has seen a node before. A token for several nodes is not good for such a
-	// node. nil: the cloud does not remember nodes for good, so no such token is good.
+	// Known reports whether the cloud has seen a node before. The Gate refuses a token for several nodes to such a node.
+	// nil: the cloud does not remember nodes after a restart, so the Gate refuses all tokens for several nodes.
 	Known func(tunnel.NodeName) bool
 	Hosts []string // names that no node may have, such as the API server's
 	Log   *slog.Logger
@@ -47,7 +47,7 @@ type Gate struct {
 
 	signingFailed atomic.Bool // the last call of the Issuer's Signer failed; set by Issuer, read by Note
 
-	// mu is locked before the mutex of cfg.Nodes.
+	// A goroutine that needs both mu and the mutex of cfg.Nodes locks mu first.
 	mu sync.Mutex // guards the following
 	// grants are the live grants. admit adds one; recheck, recheckCA and the end of the
 	// session's context remove it.
@@ -67,8 +67,8 @@ type grant struct {
 	revoked chan struct{} // no sends; endLocked closes it when the proof is no longer good
 }
 
-// proof is what a credential proves, after the checks that need no token file. validUntil makes the
-// checks against the token file. The Gate repeats them whenever the file changes.
+// proof is a credential that has passed the checks that need no token file. validUntil checks the
+// proof against the token file. The Gate repeats validUntil whenever the file changes.
 type proof interface {
 	// validUntil checks the proof of node against tb. It returns until when the proof is good;
 	// zero: no expiry.
@@ -154,8 +154,8 @@ func (g *Gate) byToken(ctx context.Context, node tunnel.NodeName, secret Secret,
 	if err == nil || g.reviews == nil || !looksLikeJWT(secret) {
 		return got, err
 	}
-	// Nodes that may not join are reviewed as well. Otherwise the time until the refusal
-	// would tell a stranger which nodes may join.
+	// Review also the tokens of nodes that may not join. Otherwise a stranger could tell from
+	// the time until the refusal which nodes may join.
 	account, err := g.byReview(ctx, node, secret, from)
 	if err != nil {
 		return Grant{}, err
@@ -172,8 +172,8 @@ func (g *Gate) byCertificate(ctx context.Context, node tunnel.NodeName, chain []
 	return g.admit(ctx, node, p)
 }
 
-// Enroll returns the node whose join token c holds, if that node may get a certificate. A join
-// token is good for nothing else, and Enroll accepts no other proof.
+// Enroll returns the node whose join token c holds, if that node may get a certificate. A node can
+// use a join token for nothing else, and Enroll accepts no other proof.
 func (g *Gate) Enroll(_ context.Context, c Credential) (tunnel.NodeName, error) {
 	node, err := g.claimedNode(c)
 	switch {
@@ -188,13 +188,13 @@ func (g *Gate) Enroll(_ context.Context, c Credential) (tunnel.NodeName, error) 
 	return node, nil
 }
 
-// decide checks whether p lets node in now, and returns until when.
+// decide checks whether node may join now by p, and returns until when.
 func (g *Gate) decide(node tunnel.NodeName, p proof) (until time.Time, err error) {
 	return g.decideWith(g.cfg.Tokens.table.Load(), node, p)
 }
 
-// decideNow checks whether every one of proofs lets node in. It checks the table in force and
-// also the content of the token file at this moment.
+// decideNow checks whether node may join by each of proofs. It checks against the table in force,
+// and also against the content that the token file has at this moment.
 func (g *Gate) decideNow(node tunnel.NodeName, proofs ...proof) error {
 	for _, tb := range g.cfg.Tokens.currentTables() {
 		for _, p := range proofs {
@@ -282,7 +282,7 @@ func (g *Gate) Note() string {
 	return ""
 }
 
-// tokenProof is the SHA-256 of a token that should open a session.
+// tokenProof is the SHA-256 of a token by which an edge wants to open a session.
 type tokenProof sum
 
 func (p tokenProof) validUntil(tb *table, node tunnel.NodeName, now time.Time) (time.Time, error) {
@@ -292,7 +292,7 @@ func (p tokenProof) validUntil(tb *table, node tunnel.NodeName, now time.Time) (
 
 func (tokenProof) String() string { return "token" }
 
-// joinProof is the SHA-256 of a token that should get a certificate.
+// joinProof is the SHA-256 of a token by which an edge wants to get a certificate.
 type joinProof sum
 
 func (p joinProof) validUntil(tb *table, node tunnel.NodeName, now time.Time) (time.Time, error) {

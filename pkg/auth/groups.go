@@ -4,7 +4,7 @@ import "net/netip"
 
 // Group returns the source to which an address belongs when strangers are counted. A source is
 // an IPv4 address, in either of its two forms, or an IPv6 /64, the usual network of one machine.
-// Everything that is not an IP address belongs to one group, the zero prefix.
+// All addresses that are not IP addresses belong to one group, the zero prefix.
 func Group(a netip.Addr) netip.Prefix {
 	a = a.Unmap()
 	bits := a.BitLen()

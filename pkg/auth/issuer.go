@@ -21,8 +21,8 @@ type Issuer struct {
 	signing map[tunnel.NodeName]struct{} // nodes whose first certificate is being signed
 }
 
-// ErrSigning refuses a node a first certificate while another one is being signed for it. So the
-// holder of one join token cannot occupy all workers of a signer that has few.
+// ErrSigning is the error of First while another first certificate is being signed for the same
+// node. So the holder of one join token cannot keep all workers of a signer busy.
 var ErrSigning = errors.New("another certificate of this node is being signed")
 
 // NewIssuer returns an Issuer. Gate g decides who may have a certificate; s signs it.
@@ -32,7 +32,7 @@ func NewIssuer(g *Gate, s Signer) *Issuer {
 
 // First issues the certificate of the node whose join token c holds. An error that is
 // ErrUnauthenticated holds the reason, for the log only. ErrSigning means that another request
-// of the node is in progress. ErrNoUse means that the token is one for several nodes, and not good for this one.
+// of the node is in progress. ErrNoUse means that a token for several nodes is not good for this node.
 func (i *Issuer) First(
 	ctx context.Context, c Credential, request []byte,
 ) (node tunnel.NodeName, chain []byte, err error) {
@@ -43,7 +43,7 @@ func (i *Issuer) First(
 		return "", nil, ErrSigning
 	}
 	defer i.end(node)
-	if _, err = ParseRequest(node, request); err != nil { // a bad request is no use of the token
+	if _, err = ParseRequest(node, request); err != nil { // before spend: a bad request does not use up the token
 		return node, nil, err
 	}
 	token := sum(sha256.Sum256([]byte(c.Token)))
@@ -57,8 +57,8 @@ func (i *Issuer) First(
 	return node, chain, err
 }
 
-// begin notes that a certificate for node is being made. It reports false if one is being made
-// already. end removes the note.
+// begin notes that a certificate for node is being made, until end removes the note. It returns
+// false if a certificate for node is being made already.
 func (i *Issuer) begin(node tunnel.NodeName) bool {
 	i.mu.Lock()
 	defer i.mu.Unlock()

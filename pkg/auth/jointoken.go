@@ -13,13 +13,13 @@ import (
 )
 
 // JoinToken is what an edge needs to join: the cloud's address, how to recognise the cloud, and a
-// secret for which one node gets a certificate. People copy and paste its text form.
+// secret by which the node gets a certificate. People copy and paste its text form.
 type JoinToken struct {
 	Address    string   // host:port that the edge dials
 	ServerName string   // name in the cloud's certificate
 	CA         [32]byte // SHA-256 of the DER of the CA certificate that signed the cloud's
 	Node       tunnel.NodeName
-	Nodes      NodePattern // in place of Node: the token is for several nodes
+	Nodes      NodePattern // set if the token is for several nodes; then Node is ""
 	Secret     Secret      // the token of a line with the attribute join in the token file
 }
 
@@ -95,7 +95,7 @@ func ParseJoinToken(text string) (JoinToken, error) {
 	if err := t.check(); err != nil {
 		return JoinToken{}, err
 	}
-	// Refuses a repeated or unknown field, a field name in another case, and bytes after the object.
+	// This refuses a repeated or unknown field, a field name in another case, and bytes after the object.
 	if t.Encode() != Secret(text) {
 		return JoinToken{}, damaged
 	}

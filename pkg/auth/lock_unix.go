@@ -18,15 +18,15 @@ func tryLockFile(f *os.File) error {
 	return err
 }
 
-// SyncFolder has the names in a folder written to the disk. A folder that its file system cannot sync, or that this
-// user may not read, is no error: the file is in place, and only a power loss at this moment could take it away.
+// SyncFolder makes the kernel write the names in a folder to the disk. It returns no error if the file system cannot
+// do so, or if this user may not read the folder: only a power loss at this moment could remove a new file there.
 func SyncFolder(path string) error {
 	dir, err := os.Open(path)
 	if err == nil {
 		defer dir.Close()
 		err = dir.Sync()
 	}
-	// Shared folders of virtual machines, FUSE and SMB give these errors.
+	// File systems that cannot sync a folder give these errors: SMB, FUSE, shared folders of virtual machines.
 	if errors.Is(err, syscall.EINVAL) || errors.Is(err, errors.ErrUnsupported) || errors.Is(err, fs.ErrPermission) {
 		return nil
 	}

@@ -9,7 +9,7 @@ import (
 
 // tryLockFile locks a file until it is closed, or returns errLocked.
 func tryLockFile(f *os.File) error {
-	// The byte behind the longest file: a lock on Windows keeps out readers of the bytes that it covers.
+	// Lock a byte behind the end of the longest file: on Windows, nobody can read the bytes that a lock covers.
 	const behind = maxTokenFile + 1
 	err := windows.LockFileEx(windows.Handle(f.Fd()), windows.LOCKFILE_EXCLUSIVE_LOCK|windows.LOCKFILE_FAIL_IMMEDIATELY,
 		0, 1, 0, &windows.Overlapped{Offset: behind})
@@ -19,5 +19,5 @@ func tryLockFile(f *os.File) error {
 	return err
 }
 
-// SyncFolder does nothing: Windows writes the names in a folder with the file.
+// SyncFolder does nothing: when Windows writes a file to the disk, it also writes the name of the file.
 func SyncFolder(string) error { return nil }

@@ -17,9 +17,9 @@ import (
 //
 // An existing file keeps its owner. If path is a symbolic link, the target of the link is replaced.
 //
-// A folder that belongs to another user, or that everybody may write to, is not trusted: other
-// users could have put any file or link there. In such a folder a link itself is replaced, and
-// root gives the new file to the owner of the folder.
+// If the folder belongs to another user, or everybody may write to it, other users could have put
+// any file or link there. In such a folder WriteNodeFile replaces a link itself, not its target.
+// If root runs WriteNodeFile there, the owner of the folder gets the new file.
 func WriteNodeFile(path string, chainPEM []byte, key crypto.Signer) error {
 	der, err := x509.MarshalPKCS8PrivateKey(key)
 	if err != nil {
@@ -47,9 +47,9 @@ func WriteSecretFile(path string, content []byte) error {
 // maxLinks is how many symbolic links followLinks follows at most, as in Linux (path_resolution(7)).
 const maxLinks = 40
 
-// followLinks returns the path of the file to replace, and the file or folder whose owner the new
-// file shall have; nil: our own user. A link is followed only if nobody but root and our own user
-// can have made it.
+// followLinks returns the path of the file to replace. The new file gets the owner of reference, a
+// file or folder; nil: our own user. followLinks follows a link only if no other users than root
+// and our own user can have made the link.
 func followLinks(path string) (to string, reference fs.FileInfo, err error) {
 	for range maxLinks {
 		folder, err := filepath.EvalSymlinks(filepath.Dir(path))
@@ -113,8 +113,8 @@ func replaceSecret(path string, reference fs.FileInfo, content []byte) (err erro
 	return os.Rename(f.Name(), path)
 }
 
-// sameOwner gives f to the owner and group of reference; nil: f stays as it is. The files of our
-// own user need no change.
+// sameOwner sets the owner and the group of f to those of reference; nil: f stays as it is. It changes
+// nothing if the owner is our own user already.
 func sameOwner(f *os.File, reference fs.FileInfo) error {
 	if reference == nil {
 		return nil

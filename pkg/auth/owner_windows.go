@@ -2,5 +2,5 @@ package auth
 
 import "io/fs"
 
-// FileOwner reports that there is no owner id: a new file gets the access list of its folder.
+// FileOwner returns ok = false: on Windows, a new file gets the access list of its folder, not an owner's id.
 func FileOwner(fs.FileInfo) (uid, gid int, ok bool) { return 0, 0, false }

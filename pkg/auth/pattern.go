@@ -22,7 +22,7 @@ func ParseNodePattern(text string) (NodePattern, error) {
 	return NodePattern(text), nil
 }
 
-// Match reports whether the pattern names node. A reserved name matches no pattern.
+// Match reports whether node matches the pattern. A reserved name matches no pattern.
 func (p NodePattern) Match(node tunnel.NodeName) bool {
 	before, after, ok := strings.Cut(string(p), "*")
 	name := string(node)

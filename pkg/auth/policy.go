@@ -17,14 +17,14 @@ import (
 )
 
 const (
-	// dialTimeout bounds resolving a target and connecting to it, over all its addresses. It is
-	// shorter than the 30 s that kube-apiserver waits for a kubelet.
+	// dialTimeout is how long one dial may take: resolving the target and connecting to any of its
+	// addresses. It is shorter than the 30 s that kube-apiserver waits for a kubelet.
 	dialTimeout = 10 * time.Second
 	// minAttemptTimeout is the least time for one address while other addresses remain, as in
 	// net.Dialer.
 	minAttemptTimeout = 2 * time.Second
 
-	// selfHost stands in an entry for all addresses of the machine itself.
+	// selfHost in place of an address stands for all addresses of the edge's own machine.
 	selfHost = "self"
 )
 
@@ -35,9 +35,9 @@ const (
 //
 //   - An entry about other machines ("10.0.0.0/8:443") adds to the default: the edge may still
 //     dial its own machine.
-//   - An entry about the own machine replaces the default: only the listed entries may be dialled.
-//     Such an entry is inside 127.0.0.0/8, or ::1, or "self:PORT". "self" stands for loopback and
-//     all interface addresses.
+//   - An entry about the own machine replaces the default: the edge may dial only the listed
+//     entries. Such an entry is inside 127.0.0.0/8, or is ::1 or "self:PORT". "self" stands for
+//     loopback and all interface addresses.
 //
 // Examples:
 //
@@ -52,7 +52,7 @@ const (
 // Metadata services of clouds, such as 169.254.169.254, hand out credentials of the machine. A wide
 // entry such as "0.0.0.0/0:*" does not permit them: see metadataNetworks.
 type Policy struct {
-	rules *atomic.Pointer[[]rule] // the list never changes; policies that Also returns share the pointer
+	rules *atomic.Pointer[[]rule] // Adopt swaps the list; policies that Also returns share the pointer
 	extra func(netip.Addr) bool   // permits addresses beside rules, at any port; nil: none
 
 	// Replaced by tests; set once.
@@ -125,8 +125,8 @@ func ParsePolicy(entries []string) (*Policy, error) {
 	return p, nil
 }
 
-// Adopt makes p, and the policies that p.Also has returned, permit what the entries of next permit. Conns
-// that are open go on.
+// Adopt replaces the entries of p, and of the policies that p.Also has returned, by the entries of next. Open conns
+// continue.
 func (p *Policy) Adopt(next *Policy) { p.rules.Store(next.rules.Load()) }
 
 // Also returns a policy that permits what p permits, and also every port of the addresses for which
@@ -219,7 +219,7 @@ func (r rule) String() string {
 func (p *Policy) Permits(to netip.AddrPort) bool {
 	a := to.Addr().Unmap().WithZone("")
 	if a.IsUnspecified() {
-		return false // the kernel would connect to loopback instead, and no rule would have checked that
+		return false // the kernel would connect to loopback instead, and no rule would have permitted loopback
 	}
 	for _, r := range *p.rules.Load() {
 		if r.port != 0 && r.port != to.Port() {
@@ -297,10 +297,11 @@ func (p *Policy) Dial(ctx context.Context, network, addr string) (net.Conn, erro
 	return p.dialAny(ctx, addr, permitted)
 }
 
-// DialUDP returns a socket of UDP that is connected to addr, a host:port, if the policy permits it. It
-// treats names and addresses as Dial does. No packet is sent, so a target that is silent is no error.
-// refusedAt says when an address has last refused datagrams; zero: never. DialUDP takes the address
-// whose refusal is the longest ago, and among equals the first one. An error is a *tunnel.Refusal.
+// DialUDP returns a UDP socket that is connected to addr, a host:port, if the policy permits the
+// address. It treats names and addresses as Dial does. It sends no packet, so it cannot find out
+// whether the target answers. refusedAt returns when an address has last refused datagrams; zero:
+// never. DialUDP chooses the address whose refusal is the longest ago, and of equal addresses the
+// first. An error is a *tunnel.Refusal.
 func (p *Policy) DialUDP(
 	ctx context.Context, addr string, refusedAt func(netip.AddrPort) time.Time,
 ) (*net.UDPConn, error) {
@@ -320,15 +321,15 @@ func (p *Policy) DialUDP(
 	return nil, refusalOf(ctx, addr, err)
 }
 
-// Tried says how far a dial has come.
+// Tried says how far a dial has come, and how long each step took.
 type Tried struct {
-	Resolve   time.Duration // to find the addresses of the target
-	Addresses int           // of the target; 0: none was found
-	Permitted int           // how many of them the policy permits
-	Connect   time.Duration // to connect, or to fail to
+	Resolve   time.Duration // the time to find the addresses of the target
+	Addresses int           // how many addresses the target has; 0: the edge found none
+	Permitted int           // how many of the addresses the policy permits
+	Connect   time.Duration // the time until a connection was open, or connecting failed
 }
 
-// Try dials addr as Dial does, and closes the connection at once. The error is that of Dial.
+// Try dials addr as Dial does, and closes the connection at once. It returns the error that Dial would return.
 func (p *Policy) Try(ctx context.Context, addr string) (tried Tried, err error) {
 	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
 	defer cancel()
@@ -352,7 +353,7 @@ func (p *Policy) Try(ctx context.Context, addr string) (tried Tried, err error) 
 	return tried, nil
 }
 
-// addresses returns the addresses of addr, a host:port, and its port: at least one address, or an error.
+// addresses returns the addresses of addr, a host:port, and its port. If there is no address, it returns an error.
 func (p *Policy) addresses(ctx context.Context, addr string) ([]netip.Addr, uint16, error) {
 	host, portText, err := net.SplitHostPort(addr)
 	if err != nil || host == "" {
@@ -369,8 +370,8 @@ func (p *Policy) addresses(ctx context.Context, addr string) ([]netip.Addr, uint
 	return ips, port, nil
 }
 
-// permitted returns the addresses of addr, a host:port, that the policy permits: at least one, or an
-// error.
+// permitted returns the addresses of addr, a host:port, that the policy permits. If there is no such
+// address, it returns an error.
 func (p *Policy) permitted(ctx context.Context, addr string) ([]netip.AddrPort, error) {
 	ips, port, err := p.addresses(ctx, addr)
 	if err != nil {

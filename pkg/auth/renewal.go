@@ -24,10 +24,10 @@ const (
 	// minRenewInterval is the least time between two successful renewals. It matters when the CA is
 	// about to expire: its certificates expire with it, so each lives shorter than the one before.
 	minRenewInterval = time.Minute
-	// minAskedInterval is the least time between a renewal that was asked for and the try before it.
+	// minAskedInterval is the least time between the last try and a renewal by Soon or Now.
 	minAskedInterval = 5 * time.Second
-	// fileCheckInterval is how often the file is checked for a change. Somebody else may replace it
-	// (tunnel join, for one), and a timer stands still while the machine sleeps. The shortest
+	// fileCheckInterval is how often Run looks whether the file has changed. Another program, such as
+	// tunnel join, may replace it, and timers stand still while the machine sleeps. The shortest
 	// certificate lives for ten minutes: at this interval it is renewed with a third of its life left.
 	fileCheckInterval = 3 * time.Minute
 )
@@ -55,12 +55,13 @@ type Renewal struct {
 	current atomic.Pointer[x509.Certificate]
 	// lastFailed is set while the last try to read or renew has failed. Written by Run.
 	lastFailed atomic.Bool
-	// asked wakes Run for a new request. ask sends, Run receives; never closed. Capacity 1: Run looks at all requests.
+	// asked wakes Run for a new request. ask sends, Run receives, nobody closes. Capacity 1 is enough: one wake-up makes
+	// Run look at all requests.
 	asked chan struct{}
 
 	mu      sync.Mutex   // guards the following
-	askedAt time.Time    // when to renew before it is time, the earliest of all requests; zero: there is none
-	waiting []chan error // take the result, each with room for it
+	askedAt time.Time    // the earliest moment at which a request wants the renewal; zero: there is no request
+	waiting []chan error // Run sends the result to each, without blocking: each has capacity 1
 }
 
 var _ tunnel.Module = (*Renewal)(nil)
@@ -70,11 +71,11 @@ func NewRenewal(cfg RenewalConfig) *Renewal {
 	return &Renewal{cfg: cfg, asked: make(chan struct{}, 1)}
 }
 
-// Soon renews the certificate at a random moment within a time, or earlier if another request says so. It returns at
-// once.
+// Soon requests a renewal at a random moment within a time, and returns at once. If another request wants an earlier
+// moment, Run renews at the earlier one.
 func (r *Renewal) Soon(within time.Duration) { r.ask(within, nil) }
 
-// Now renews the certificate, and returns when that is done, or ctx is.
+// Now requests a renewal at once. It returns the result of the renewal, or an error when ctx is done.
 func (r *Renewal) Now(ctx context.Context) error {
 	done := make(chan error, 1)
 	r.ask(0, done)
@@ -86,7 +87,8 @@ func (r *Renewal) Now(ctx context.Context) error {
 	}
 }
 
-// ask notes a request to renew the certificate at a moment within a time. done takes the result; nil: nobody waits.
+// ask notes a request to renew the certificate at a random moment within a time. Run sends the result to done; nil:
+// nobody waits for the result.
 func (r *Renewal) ask(within time.Duration, done chan error) {
 	at := time.Now()
 	if within > 0 {
@@ -102,12 +104,12 @@ func (r *Renewal) ask(within time.Duration, done chan error) {
 	r.mu.Unlock()
 	select {
 	case r.asked <- struct{}{}:
-	default: // Run is to wake anyway
+	default: // an earlier request will wake Run
 	}
 }
 
-// takeDue reports whether a renewal that was asked for is due, and returns who waits for it. tried is when the last one
-// began.
+// takeDue reports whether a requested renewal is due, and returns the channels that wait for its result. tried is when
+// the last try began.
 func (r *Renewal) takeDue(tried time.Time) (waiting []chan error, due bool) {
 	at := r.dueAt(tried)
 	if at.IsZero() || time.Now().Before(at) {
@@ -119,7 +121,7 @@ func (r *Renewal) takeDue(tried time.Time) (waiting []chan error, due bool) {
 	return waiting, true
 }
 
-// dueAt returns when a renewal that was asked for is due; zero: none was.
+// dueAt returns when a requested renewal is due; zero: there is no request. tried is when the last try began.
 func (r *Renewal) dueAt(tried time.Time) time.Time {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -129,7 +131,7 @@ func (r *Renewal) dueAt(tried time.Time) time.Time {
 	return r.askedAt
 }
 
-// sleep waits for a time, or until a renewal that was asked for is due. It reports false if ctx is done.
+// sleep waits for the time wait, or until a requested renewal is due. It returns false if ctx is done.
 func (r *Renewal) sleep(ctx context.Context, wait time.Duration, tried time.Time) bool {
 	end := time.Now().Add(wait)
 	for {
@@ -156,7 +158,7 @@ func (r *Renewal) Run(ctx context.Context) error {
 	early := rand.Float64() / 10 // how much earlier to renew, as a fraction of the certificate's life
 	var retryWait time.Duration  // the wait after the last try; 0 if that try succeeded
 	var tried time.Time          // when the last try to renew began
-	var again bool               // the last try was asked for, and has failed
+	var again bool               // the last try was for a request, and has failed
 	for {
 		var wait time.Duration
 		leaf, err := r.read()
@@ -232,8 +234,9 @@ func (r *Renewal) renew(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("the certificate from the cloud: %w", err)
 	}
-	// The new certificate is already the proof of the session that requested it. If it cannot be
-	// written, it is lost, but the session goes on: it may be the only way to this machine.
+	// The cloud already uses the new certificate as the proof of this session. If the edge cannot
+	// write the certificate, it is lost, but the session continues: it may be the only way to this
+	// machine.
 	if err := WriteNodeFile(r.cfg.File, chain, key); err != nil {
 		return fmt.Errorf("%w; the user that the edge runs as must be able to write to the folder of %s",
 			err, r.cfg.File)
@@ -246,7 +249,7 @@ func (r *Renewal) renew(ctx context.Context) error {
 	return nil
 }
 
-// At returns when the certificate is renewed at the latest; zero before it was read.
+// At returns when the certificate is renewed at the latest. Before Run has read the certificate, At returns zero.
 func (r *Renewal) At() time.Time {
 	leaf := r.current.Load()
 	if leaf == nil {
@@ -255,8 +258,8 @@ func (r *Renewal) At() time.Time {
 	return renewAt(leaf, 0)
 }
 
-// Note describes, for the health page of the edge, a certificate that has expired or has less than a
-// sixth of its life left; "": neither.
+// Note describes a problem for the health page of the edge: the certificate has expired, or less than
+// a sixth of its life is left. "": there is no problem.
 func (r *Renewal) Note() string {
 	leaf := r.current.Load()
 	if leaf == nil {
@@ -274,7 +277,8 @@ func (r *Renewal) Note() string {
 	return ""
 }
 
-// Status says, for the health page, until when the certificate is good; "" before it was read.
+// Status says for the health page until when the certificate is good. Before Run has read the
+// certificate, Status returns "".
 func (r *Renewal) Status() string {
 	leaf := r.current.Load()
 	if leaf == nil {

@@ -24,7 +24,7 @@ const (
 	reviewInterval = 5 * time.Millisecond // between the starts of two reviews: 200 a second
 	reviewTimeout  = 10 * time.Second     // for the answer to one review
 	// Each waiting stranger costs memory, and at the end of a long queue a stranger would time out
-	// anyway. So the queue is bounded, and strangers beyond it try again later.
+	// anyway. So the queue has a limit, and strangers beyond the limit try again later.
 	maxStrangers          = maxReviews + 64
 	maxStrangersPerSource = maxStrangers / 4
 
@@ -53,10 +53,10 @@ type reviews struct {
 
 	mu        sync.Mutex           // guards the following
 	strangers int                  // strangers that wait for an answer
-	sources   map[netip.Prefix]int // the same, by source; no zero counts
+	sources   map[netip.Prefix]int // waiting strangers by source; a source without one has no entry
 	cache     map[sum]answer       // by SHA-256 of the token; at most maxCachedAnswers
-	// inFlight has an entry for each token under review. No sends; the caller that asks closes the
-	// channel and removes the entry, under mu, when its review is over.
+	// inFlight has an entry for each token under review. Nobody sends. When a review is over, the
+	// caller that asked for it closes the channel and removes the entry, under mu.
 	inFlight map[sum]chan struct{}
 	next     time.Time // when the next review may start
 	fault    string    // error of the last review; "": Kubernetes answered
@@ -92,7 +92,7 @@ func newReviews(r Reviewer, log *slog.Logger) *reviews {
 		cache:    make(map[sum]answer),
 		inFlight: make(map[sum]chan struct{}),
 	}
-	// Every result exists from the start: an alert on a rate needs the zero.
+	// Create the counter of every result now: an alert on a rate needs a first value of 0.
 	for _, result := range []string{resultGood, resultBad, resultError, resultCached, resultFull} {
 		all.total.WithLabelValues(result)
 	}
@@ -160,7 +160,7 @@ func (r *reviews) admitLocked(source netip.Prefix) bool {
 	return true
 }
 
-// release ends the wait of a stranger.
+// release counts one waiting stranger less.
 func (r *reviews) release(source netip.Prefix) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -258,7 +258,7 @@ func (r *reviews) recordOutcome(err error) {
 	}
 }
 
-// note describes why the last review had no answer; "": it had one.
+// note says why the last review got no answer; "": it got an answer.
 func (r *reviews) note() string {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -10,9 +10,9 @@ import (
 	"log/slog"
 )
 
-// Secret is a token. All its printed forms are ***, so a configuration or a credential that holds one
-// can be logged. Two places call no methods and reveal it: an unexported field printed by fmt, and a
-// map key encoded as JSON. Keep secrets out of both.
+// Secret is a token. All its printed forms are ***, so a configuration or a credential that holds a
+// Secret can be logged. In two places Go calls no methods and prints the token: in an unexported
+// field printed by fmt, and in a map key encoded as JSON. Put no Secret there.
 type Secret string
 
 // redacted is the printed form of a secret. It does not reveal the length either.

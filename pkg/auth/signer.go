@@ -14,12 +14,12 @@ import (
 // nodeLifetime is the default lifetime of a node certificate.
 const nodeLifetime = 30 * 24 * time.Hour
 
-// FileSigner signs with a CA whose certificate and key are in files. The file may have certificates of several CAs: the
-// one that the key belongs to signs. FileSigner reads the files at each
-// signature, so a replaced CA is used at once. Each node needs a signature once in weeks only.
+// FileSigner signs with a CA whose certificate and key are in files. The certificate file may hold several CAs: the CA
+// that the key belongs to signs. FileSigner reads the files for each signature, so it uses a replaced CA at once.
+// Reading costs little, since each node needs a signature only once in weeks.
 type FileSigner struct {
 	certFile, keyFile string        // PEM
-	lifetime          time.Duration // of the certificates; cut to the life of the CA
+	lifetime          time.Duration // of a certificate; a certificate never outlives the CA
 }
 
 var _ Signer = (*FileSigner)(nil)
@@ -57,7 +57,7 @@ func (s *FileSigner) load() (*CA, error) {
 	return ca, nil
 }
 
-// Sign implements Signer. Only the key comes from the request; all other fields are set here.
+// Sign implements Signer. It takes only the key from the request, and sets all other fields itself.
 func (s *FileSigner) Sign(_ context.Context, node tunnel.NodeName, request []byte) ([]byte, error) {
 	r, err := ParseRequest(node, request)
 	if err != nil {

@@ -39,7 +39,7 @@ type Tokens struct {
 	allowShared bool
 	mayBeEmpty  bool
 	log         *slog.Logger
-	audit       tunnel.Trail // nil: nobody
+	audit       tunnel.Trail // is told what changes in the file; nil: nobody is told
 	// onChange is called after each change of table. It returns how many grants it has ended.
 	// NewGate sets it, before Run.
 	onChange func() (revoked int)
@@ -51,7 +51,7 @@ type Tokens struct {
 	counting sync.Mutex // guards the file of uses within this process
 
 	table atomic.Pointer[table] // the content in force; replaced as a whole by adopt
-	fault atomic.Pointer[error] // what is wrong with the file now; nil: nothing. Stored by Run's goroutine
+	fault atomic.Pointer[error] // what is wrong with the file now; nil: nothing. Only Run's goroutine stores it
 }
 
 // sum is the SHA-256 of a token.
@@ -65,7 +65,7 @@ type TokensConfig struct {
 	// The file itself must exist: nodes are revoked there.
 	MayBeEmpty bool
 	Log        *slog.Logger
-	Audit      tunnel.Trail // takes what changes in the file while Run runs; nil: nobody
+	Audit      tunnel.Trail // is told what changes in the file while Run runs; nil: nobody is told
 }
 
 // NewTokens reads the token file. If the file is missing, empty or malformed, the error names the
@@ -101,8 +101,9 @@ func (t *Tokens) adopt(tb *table) (revoked int) {
 }
 
 // currentTables returns the tables for a decision that outlives the next reload, such as the issue of
-// a certificate. They are the table in force and, if the file has changed and is good, the file's
-// content at this moment. The new content is not put in force: somebody may still be writing it.
+// a certificate: the table in force, and a table of the file's content at this moment, if the file
+// has changed and is good. currentTables does not put the new content in force: somebody may still be
+// writing the file.
 func (t *Tokens) currentTables() []*table {
 	content, _, err := readSecretFile(t.path, maxTokenFile, slog.New(slog.DiscardHandler))
 	inForce := t.table.Load()
@@ -120,10 +121,10 @@ func (t *Tokens) currentTables() []*table {
 type table struct {
 	digest    [sha256.Size]byte          // SHA-256 of the content that it was made from
 	byNode    map[tunnel.NodeName]*entry // nodes that have lines of their own
-	patterns  []token                    // for several nodes, each by a pattern of names
+	patterns  []token                    // tokens for several nodes, each with a pattern of names
 	shared    []token                    // good for every node without a token in byNode
 	short     []int                      // numbers of the lines with short tokens
-	maxTokens int                        // the largest number of tokens of one node; each check compares as many
+	maxTokens int                        // the largest number of tokens of one node; each check makes so many comparisons
 }
 
 // entry is what the file says about one node.
@@ -172,9 +173,10 @@ func (tb *table) revoked(node tunnel.NodeName) (all bool, before time.Time) {
 	return false, time.Time{}
 }
 
-// token returns the token of node that has the sum s and is, or is not, for joining. Of several it
-// returns the one that expires last, among those that are good at now. To reveal nothing by its
-// running time, it compares in constant time, and makes as many comparisons for an unknown node.
+// token returns the token of node with the sum s: a join token if join is true, else a token for
+// sessions. If several tokens match and are good at now, it returns the one that expires last. Its
+// running time must not tell a stranger which nodes exist. So it compares in constant time, and makes
+// as many comparisons for an unknown node as for a known one.
 func (tb *table) token(node tunnel.NodeName, s sum, join bool, now time.Time) (token, error) {
 	tokens := tb.shared
 	e := tb.byNode[node]
@@ -222,7 +224,7 @@ func (tb *table) token(node tunnel.NodeName, s sum, join bool, now time.Time) (t
 	return token{}, refusal("a join token opens no session; run tunnel join with it")
 }
 
-// outlasts reports whether a is later than b; zero is never.
+// outlasts reports whether the end a is later than the end b. The zero time means that there is no end.
 func outlasts(a, b time.Time) bool {
 	return !b.IsZero() && (a.IsZero() || a.After(b))
 }

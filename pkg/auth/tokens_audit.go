@@ -10,8 +10,8 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// changes returns what a new content of the token file changes, by node. A token that both contents have is
-// not in it.
+// changes returns an event for each token that was added or removed, and for each revocation, when the content of the
+// token file changes from old to now.
 func changes(old, now *table) (events []tunnel.Event) {
 	nodes := make(map[tunnel.NodeName]bool)
 	for _, tb := range []*table{old, now} {
@@ -48,12 +48,12 @@ func changes(old, now *table) (events []tunnel.Event) {
 	return events
 }
 
-// certificatesBefore says which certificates a time of the file revokes.
+// certificatesBefore returns the text of an audit event for a line `revoked before=TIME` of the token file.
 func certificatesBefore(t time.Time) string {
 	return "certificates from before " + t.UTC().Format(time.RFC3339)
 }
 
-// entryOf returns what tb says about a node.
+// entryOf returns the entry of a node in tb; the zero entry if tb has no line of the node.
 func entryOf(tb *table, n tunnel.NodeName) entry {
 	if e := tb.byNode[n]; e != nil {
 		return *e
@@ -61,8 +61,8 @@ func entryOf(tb *table, n tunnel.NodeName) entry {
 	return entry{}
 }
 
-// tokenChanges calls report for each token that only one of both has. A token with another use or another end is
-// another token.
+// tokenChanges calls report for each token that is only in old or only in now. A token with another purpose, another
+// expiry, or other nodes or uses counts as another token.
 func tokenChanges(old, now []token, report func(tunnel.EventKind, token)) {
 	lacks := func(all []token, t token) bool {
 		return !slices.ContainsFunc(all, func(other token) bool {
@@ -82,8 +82,8 @@ func tokenChanges(old, now []token, report func(tunnel.EventKind, token)) {
 	}
 }
 
-// id returns the id of a token, as `tunnel token list` shows it. A token in plain form has none: if it is
-// short, its SHA-256 gives it away.
+// id returns the id of a token, as `tunnel token list` shows it: the start of its SHA-256. A token in plain form has no
+// id: if the token is short, an attacker could guess it by the id.
 func (t token) id() string {
 	if !t.hashed {
 		return ""

@@ -30,9 +30,9 @@ const (
 // Line is one line of a token file, without its secret.
 type Line struct {
 	Number  int             // from 1
-	Node    tunnel.NodeName // "": any node, a default: line, or those of Nodes
-	Nodes   NodePattern     // of a token for several nodes
-	Uses    int             // of such a token: how many nodes may use it
+	Node    tunnel.NodeName // "": the line is for the nodes of Nodes, or for any node (default:)
+	Nodes   NodePattern     // the nodes of a token for several nodes
+	Uses    int             // how many nodes may use a token for several nodes
 	Kind    Kind
 	ID      string    // the first 8 hexadecimal digits of the token's SHA-256; "": no token
 	Hashed  bool      // the file holds the SHA-256, not the token
@@ -40,7 +40,8 @@ type Line struct {
 	Before  time.Time // set for KindRevokedBefore: certificates issued earlier are revoked
 }
 
-// TokenLine is a line for AddToken to add. It is for Node, or for Nodes with Uses and Expires.
+// TokenLine is a line that AddToken adds. A line for one node sets Node. A line for several nodes sets Nodes, Uses and
+// Expires.
 type TokenLine struct {
 	Node    tunnel.NodeName
 	Nodes   NodePattern
@@ -84,14 +85,14 @@ func (l line) kind() Kind {
 	return KindToken
 }
 
-// AddTokens adds a line for each token, as AddToken does. The time that it takes grows with the file, not with
-// the square of the number of tokens.
+// AddTokens adds a line for each token, as AddToken does. It parses the file only once: its running time grows with
+// the size of the file, not with the square of the number of tokens.
 func AddTokens(content string, all []TokenLine, now time.Time) (string, error) {
 	lines, err := parseAll(content)
 	if err != nil {
 		return "", err
 	}
-	behind, rest := make(map[int][]string), newEdit(content) // by the number of the line before
+	behind, rest := make(map[int][]string), newEdit(content) // behind: the lines to insert behind each line number
 	last, revoked := make(map[tunnel.NodeName]int), make(map[tunnel.NodeName][]int)
 	for _, l := range lines {
 		if l.node == "" {
@@ -190,7 +191,7 @@ func RevokeNode(content string, node tunnel.NodeName) (string, error) {
 	return e.String(), nil
 }
 
-// RemovePattern removes the tokens for the nodes of a pattern. Certificates that they got stay good.
+// RemovePattern removes the tokens for the nodes of a pattern. Certificates that nodes got by these tokens stay good.
 func RemovePattern(content string, p NodePattern) (edited string, removed int, err error) {
 	lines, err := parseAll(content)
 	if err != nil {

@@ -76,8 +76,8 @@ func parseSum(token string) (s sum, err error) {
 	return sum(b), nil
 }
 
-// isMisplacedKeyword reports whether a plain token is probably a misplaced or misspelt keyword: the token was
-// forgotten.
+// isMisplacedKeyword reports whether a plain token is probably a misplaced or misspelt keyword, and the token is
+// missing in the line.
 func isMisplacedKeyword(token string) bool {
 	token = strings.ToLower(token)
 	return token == keywordJoin ||

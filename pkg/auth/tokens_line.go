@@ -20,14 +20,14 @@ const (
 	keywordUses    = "uses="    // behind the token of a pattern: followed by a number
 )
 
-// minTokenChars is the number of characters from which a token is too long to guess: 22 characters of
+// minTokenChars is the least length of a token that nobody can guess, in characters: 22 characters of
 // base64 hold 128 random bits.
 const minTokenChars = 22
 
 // line is a parsed line of a token file that is neither blank nor a comment.
 type line struct {
 	number  int             // from 1
-	node    tunnel.NodeName // "": a default: line, or one for several nodes
+	node    tunnel.NodeName // "": the line is for several nodes, or for any node (default:)
 	revoked bool            // the line revokes and has no token
 	before  time.Time       // with revoked: only certificates issued earlier are revoked; zero: every proof
 	hashed  bool            // the file holds the SHA-256 of the token
@@ -41,7 +41,7 @@ type token struct {
 	join    bool      // gets a certificate and opens no session
 	expires time.Time // zero: never
 	hashed  bool      // the file holds sum, not the token
-	// A token for several nodes: the nodes, and how many of them may use it. "", 0: for one node.
+	// nodes and uses are for a token for several nodes: its nodes, and how many of them may use it.
 	nodes NodePattern
 	uses  int
 }
@@ -49,7 +49,7 @@ type token struct {
 // live reports whether the token has not expired at now.
 func (t token) live(now time.Time) bool { return t.expires.IsZero() || now.Before(t.expires) }
 
-// parseLines parses the lines of a token file. It reports each bad line to report, and stops when report
+// parseLines parses the lines of a token file. It calls report for each bad line, and stops when report
 // returns false. No error repeats any part of a line: if somebody swaps node and token, the token must
 // not appear in the log.
 func parseLines(content string, report func(number int, err error) (goOn bool)) []line {
@@ -115,7 +115,7 @@ func parseLine(text string) (line, error) {
 	return l, l.checkPattern()
 }
 
-// checkPattern returns an error for a line of several nodes that does not limit what its token is good for.
+// checkPattern returns an error for a line for several nodes that sets no limits to its token.
 func (l *line) checkPattern() error {
 	t := l.token
 	switch {

@@ -21,55 +21,53 @@ import (
 // TellEdges is what a cloud tells an edge with each certificate. The zero value says nothing.
 type TellEdges struct {
 	CloudCAs []byte   // the CAs by which the edge shall verify the cloud, for [ParseCloudCAs]
-	Servers  []string // where the cloud can be reached, host:port; none, beside CloudCAs: no more those of before
+	Servers  []string // further addresses of the cloud, host:port; empty beside CloudCAs: earlier ones are withdrawn
 }
 
 const (
-	// maxServers and maxServer bound the addresses that an edge takes from a cloud: a number, and bytes.
-	maxServers = 16
-	maxServer  = 262 // a DNS name, a colon and a port
-	// maxTold bounds the file, in bytes.
-	maxTold = 128 << 10
+	maxServers = 16        // an edge accepts at most so many addresses from a cloud
+	maxServer  = 262       // the longest address, in bytes: a DNS name, a colon and a port
+	maxTold    = 128 << 10 // the longest file of a Told, in bytes
 )
 
-// Told is what an edge has taken of what its cloud told: CAs and addresses. They are in a file beside the edge's
-// certificate.
+// Told keeps what an edge has accepted from its cloud: CAs, and further addresses of the cloud. It stores them in a file
+// beside the edge's certificate.
 //
-// The operator's word stays above it. If the CAs that the configuration names change, the file no longer counts. The
-// addresses of the configuration stay in use beside those of the file.
+// The configuration takes precedence. If the operator changes the CAs in the configuration, the file no longer counts.
+// The edge uses the addresses of the configuration beside the addresses of the file.
 type Told struct {
 	// Set once.
 	file       string
 	configured func() ([]byte, error) // reads the CAs of the configuration, in PEM
-	host       string                 // to verify in the cloud's certificate
+	host       string                 // the name to verify in the cloud's certificate
 	log        *slog.Logger
 
 	mu      sync.Mutex // guards the following
 	base    *CloudCAs  // the CAs of the configuration, as last read
 	pool    *x509.CertPool
-	content toldFile  // what the file holds; it counts only while its Base is that of base
-	cas     *CloudCAs // of content; nil: it does not count
-	of      any       // what Roots was called with last
+	content toldFile  // the content of the file; it counts only while content.Base is the sum of base
+	cas     *CloudCAs // the CAs in content; nil: content does not count
+	of      any       // the version with which Roots was last called
 }
 
 // toldFile is the content of the file.
 type toldFile struct {
-	Base    string   `json:"base"` // SHA-256 of the CAs of the configuration from which the edge has come to CAs
+	Base    string   `json:"base"` // SHA-256 of the CAs in the configuration, when the edge accepted CAs
 	CAs     string   `json:"cas"`  // PEM
 	Servers []string `json:"servers,omitempty"`
-	// TakenBack: the cloud has taken Servers back while the edge did not reach it by its configuration.
+	// TakenBack is true if the cloud has withdrawn Servers while the edge reached the cloud only by them.
 	TakenBack bool `json:"taken_back,omitempty"`
 }
 
 // ToldConfig configures a Told.
 type ToldConfig struct {
-	File string // need not exist
-	CA   string // file with the CAs of the configuration
+	File string // path of the file; it need not exist
+	CA   string // path of the file with the CAs of the configuration
 	Host string // the name to verify in the cloud's certificate
 	Log  *slog.Logger
 }
 
-// NewTold reads the file. A file that is bad counts as none: then the configuration alone decides.
+// NewTold reads the file. If the file is bad, NewTold ignores it, and only the configuration counts.
 func NewTold(cfg ToldConfig) (*Told, error) {
 	t := &Told{
 		file: cfg.File, host: cfg.Host, log: cfg.Log,
@@ -118,8 +116,8 @@ func parseTold(text []byte) (toldFile, error) {
 	return content, nil
 }
 
-// checkServers returns an error for addresses that an edge does not take. An edge takes no URL: by one, a cloud
-// could choose a request to another server.
+// checkServers returns an error for addresses that an edge does not accept. An edge accepts no URL from a cloud: by a
+// URL, a cloud could make the edge send a request of the cloud's choice to another server.
 func checkServers(servers []string) error {
 	if len(servers) > maxServers {
 		return fmt.Errorf("%d addresses of the cloud; %d are allowed", len(servers), maxServers)
@@ -146,13 +144,13 @@ func (t *Told) readBase() error {
 	}
 	t.base, t.cas = &CloudCAs{cas: all}, nil
 	if t.content.Base == t.base.sum() {
-		t.cas, _ = ParseCloudCAs([]byte(t.content.CAs)) // it was parsed before
+		t.cas, _ = ParseCloudCAs([]byte(t.content.CAs)) // never fails: parseTold has parsed it before
 	}
 	t.pool = t.trustedLocked().Pool()
 	return nil
 }
 
-// sum identifies the CAs.
+// sum returns the SHA-256 of the CAs, in hexadecimal.
 func (c *CloudCAs) sum() string {
 	h := sha256.New()
 	for _, ca := range c.cas {
@@ -161,7 +159,7 @@ func (c *CloudCAs) sum() string {
 	return hex.EncodeToString(h.Sum(nil))
 }
 
-// trustedLocked returns the CAs that count now. The caller holds mu.
+// trustedLocked returns the CAs by which the edge verifies the cloud now. The caller holds mu.
 func (t *Told) trustedLocked() *CloudCAs {
 	if t.cas != nil {
 		return t.cas
@@ -176,14 +174,15 @@ func (t *Told) Trusted() []*x509.Certificate {
 	return t.trustedLocked().cas
 }
 
-// IDs returns the CAID of each CA that counts now.
+// IDs returns the CAID of each CA by which the edge verifies the cloud now.
 func (t *Told) IDs() []string {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	return t.trustedLocked().IDs()
 }
 
-// Roots returns the CAs that count now. version is another value whenever the CAs of the configuration have changed.
+// Roots returns the CAs by which the edge verifies the cloud now. The caller passes another version whenever the CAs of
+// the configuration have changed; Roots then reads them again.
 func (t *Told) Roots(version any) *x509.CertPool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -198,8 +197,8 @@ func (t *Told) Roots(version any) *x509.CertPool {
 	return t.pool
 }
 
-// Servers returns the addresses that the cloud has told, and that count now. takenBack: the cloud has taken them back,
-// so those of the configuration come first.
+// Servers returns the addresses that the cloud has told. It returns none if the file does not count. If takenBack is
+// true, the cloud has withdrawn the addresses, and the edge must prefer those of the configuration.
 func (t *Told) Servers() (servers []string, takenBack bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -209,11 +208,15 @@ func (t *Told) Servers() (servers []string, takenBack bool) {
 	return slices.Clone(t.content.Servers), t.content.TakenBack
 }
 
-// Take stores what a cloud that has shown chain has told. It keeps what it has if the cloud tells nothing, or nothing
-// that is good: then a log line says why. A cloud that tells good CAs and no addresses takes back the addresses of
-// before. Unless asConfigured says that the edge reaches the cloud by its configuration, they stay behind those of the
-// configuration: there may be no other way to the cloud. cas and servers say what has changed. An error is about the
-// file; then nothing has changed.
+// Take stores what the cloud has told. chain is the certificate chain that the cloud has shown. If the cloud tells
+// nothing, or only what the edge does not accept, the old content stays; in the second case a log line says why.
+//
+// If the cloud tells good CAs and no addresses, it withdraws its earlier addresses. Take then removes them if
+// asConfigured is true: the edge reaches the cloud by its configuration. Otherwise they may be the only way to the
+// cloud, so they stay, behind the addresses of the configuration.
+//
+// cas and servers report whether the CAs and the addresses have changed. If Take cannot write the file, it returns an
+// error and changes nothing.
 func (t *Told) Take(
 	told TellEdges, chain []*x509.Certificate, asConfigured bool,
 ) (cas, servers bool, err error) {
@@ -253,7 +256,7 @@ func (t *Told) Take(
 	return cas, servers, nil
 }
 
-// adoptLocked returns the CAs that count from now on. The caller holds mu.
+// adoptLocked returns the CAs by which the edge verifies the cloud from now on. The caller holds mu.
 func (t *Told) adoptLocked(text []byte, chain []*x509.Certificate) (*CloudCAs, error) {
 	told, err := ParseCloudCAs(text)
 	if err != nil {
@@ -267,8 +270,8 @@ func (t *Told) adoptLocked(text []byte, chain []*x509.Certificate) (*CloudCAs, e
 	return next, err
 }
 
-// WriteTold writes the file of an edge that trusts the one CA of its join token, with what the cloud has told when
-// the edge joined. Without anything to write it removes the file.
+// WriteTold writes the file of an edge that has just joined and trusts the CA of its join token. told is what the cloud
+// told the edge with the certificate. If there is nothing to write, WriteTold removes the file.
 func WriteTold(path string, ca []byte, host string, told TellEdges, chain []*x509.Certificate, log *slog.Logger) error {
 	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err

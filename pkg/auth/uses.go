@@ -14,24 +14,25 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// A token for several nodes is good for a number of uses. The cloud counts them in a file beside the token file,
-// with a line for each use:
+// A token for several nodes is good for a number of uses. The cloud counts uses in a file beside the token file, with a
+// line for each use:
 //
 //	SHA256-OF-THE-TOKEN NODE TIME
-//	SHA256-OF-THE-TOKEN NODE TIME returned    the node got no certificate: the use before counts no more
+//	SHA256-OF-THE-TOKEN NODE TIME returned    the node got no certificate: its earlier line no longer counts
 //
-// A use is on the disk before the certificate is signed. So a crash may lose a use for good, but never permits one
-// more. The line of a use that is given back is removed if it is still the last one. All other lines stay: each name
-// in the file has joined, and no token for several nodes is good for that name again.
+// The cloud writes the line of a use to the disk before it signs the certificate. So a crash may waste a use, but never
+// permits one more. If the node gets no certificate, the cloud gives the use back: it removes the line if it is still
+// the last one, else it appends a line with "returned". All other lines stay: the nodes in them have joined, and no
+// token for several nodes is good for these nodes again.
 
-// ErrNoUse refuses a node a certificate for a token that is good, but not for this node now. The cloud may tell the
-// edge the text of the error, because the edge has proven that it has the token.
+// ErrNoUse means that a token is valid, but this node cannot use it now. The cloud may send the text of the error to
+// the edge, because the edge has proven that it has the token.
 var ErrNoUse = errors.New("the token is not good for this node")
 
 // wordReturned marks the line that gives a use back.
 const wordReturned = "returned"
 
-// usesSuffix makes the name of the file from that of the token file.
+// usesSuffix is appended to the path of the token file, and gives the path of the file with the uses.
 const usesSuffix = ".uses"
 
 // Used says how often a token was used.
@@ -43,11 +44,11 @@ type Used struct {
 // uses is the content of the file.
 type uses struct {
 	byToken map[sum]Used
-	nodes   map[tunnel.NodeName]bool // that have used any token
+	nodes   map[tunnel.NodeName]bool // the nodes that have used any token
 }
 
-// parseUses parses the file. It ignores a line that is not valid: a crash may have cut off the last line. The cloud had
-// then not signed the certificate of that line, because it writes the line first.
+// parseUses parses the file. It ignores a line that is not valid: a crash may have cut off the line. Then the cloud has
+// not signed the certificate for this line, because it writes the line first.
 func parseUses(content []byte) uses {
 	u := uses{byToken: make(map[sum]Used), nodes: make(map[tunnel.NodeName]bool)}
 	for text := range strings.Lines(string(content)) {
@@ -86,7 +87,8 @@ func parseUses(content []byte) uses {
 	return u
 }
 
-// ReadUses reads how often the tokens for several nodes of a token file were used, by the ID of [Line].
+// ReadUses returns how often each token for several nodes was used. tokenFile is the path of the token file. The keys
+// are values of Line.ID.
 func ReadUses(tokenFile string) (map[string]Used, error) {
 	content, err := os.ReadFile(tokenFile + usesSuffix)
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
@@ -99,9 +101,9 @@ func ReadUses(tokenFile string) (map[string]Used, error) {
 	return byID, nil
 }
 
-// spend notes that node uses the token with the sum s, if it is one for several nodes. known reports whether the cloud
-// has seen the node before; nil: the cloud does not remember nodes, and no such token is good. The caller calls
-// giveBack if the node got no certificate; giveBack returns the use to the token.
+// spend notes that node uses the token with the sum s, if that token is for several nodes. known reports whether the
+// cloud has seen the node before; nil: the cloud does not remember nodes, and spend refuses all tokens for several
+// nodes. If the node gets no certificate, the caller calls giveBack, which makes the use available again.
 func (t *Tokens) spend(node tunnel.NodeName, s sum, known func(tunnel.NodeName) bool) (giveBack func(), err error) {
 	nothing := func() {}
 	tok, err := t.table.Load().token(node, s, true, time.Now())
@@ -146,8 +148,8 @@ func useLine(s sum, node tunnel.NodeName, behind string) string {
 	return fmt.Sprintf("%x %s %s%s\n", s, node, time.Now().UTC().Format(time.RFC3339), behind)
 }
 
-// editUses keeps so many bytes of the file as edit says, and appends more. A lock keeps out other processes that share
-// the folder.
+// editUses calls edit with the content of the file. It then cuts the file to the first keep bytes, and appends more. A
+// lock keeps out other processes that use the same file.
 func (t *Tokens) editUses(edit func(content []byte) (keep int, more string, err error)) (err error) {
 	t.counting.Lock()
 	defer t.counting.Unlock()
@@ -160,7 +162,7 @@ func (t *Tokens) editUses(edit func(content []byte) (keep int, more string, err 
 	if err != nil {
 		return fail(err)
 	}
-	defer f.Close() // it ends the lock, too
+	defer f.Close() // also ends the lock
 	if err = lockFile(f, usesTimeout); err != nil {
 		return fail(err)
 	}
@@ -189,7 +191,7 @@ func (t *Tokens) editUses(edit func(content []byte) (keep int, more string, err 
 	if err == nil {
 		err = f.Sync()
 	}
-	if err == nil && len(content) == 0 { // else the file itself may be gone after a crash
+	if err == nil && len(content) == 0 { // a new file could be gone after a crash, unless its folder is synced
 		err = SyncFolder(filepath.Dir(path))
 	}
 	if err != nil {
@@ -201,10 +203,10 @@ func (t *Tokens) editUses(edit func(content []byte) (keep int, more string, err 
 // usesTimeout is how long editUses waits for another process.
 const usesTimeout = 5 * time.Second
 
-// errLocked says that another process holds a lock.
+// errLocked says that another process holds the lock.
 var errLocked = errors.New("another process holds the lock of the file")
 
-// lockFile locks a file until it is closed.
+// lockFile locks a file until the file is closed. It gives up after the time within.
 func lockFile(f *os.File, within time.Duration) error {
 	for late := time.Now().Add(within); ; time.Sleep(10 * time.Millisecond) {
 		err := tryLockFile(f)
