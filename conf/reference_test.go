@@ -46,7 +46,7 @@ func valueForms() []valueForm {
 		{"server", "servers", "`host:port`, or the URL of a WebSocket, `wss://host/path`"},
 		{"proxy", "proxies", "`\"env\"`, `\"none\"`, or a URL: `http://host:port`, `https://host:port`, " +
 			"`socks5://host:port`; `user:password@` may stand before the host, with `%40` for `@` in them"},
-		{"name", "names", "a text; the column *what it does* says whose name"},
+		{"name", "names", "a text; the column *what it does* says what the name stands for"},
 		{"congestion control", "congestion controls", "`auto`, `system`, or a name of Linux such as `bbr`, " +
 			"`cubic` or `reno`"},
 		{"label selector", "label selectors", "as for `kubectl get --selector`"},
