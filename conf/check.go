@@ -13,7 +13,7 @@ import (
 	"tunnel.example/tunnel/pkg/auth"
 )
 
-// Checks for both modes. A parameter table is the prefix of keys, and ends in '.'.
+// Checks for both modes. A parameter named table is the prefix of a table's keys, such as "mode.edge.".
 
 // required reports an empty value. fix says what to write.
 func (r *report) required(key, value, fix string) {
@@ -32,7 +32,7 @@ func (r *report) port(key string, port int) {
 // target reports an address that cannot be dialled.
 func (r *report) target(key, addr string) { r.address(key, addr, "127.0.0.1:10250") }
 
-// address is target with its own example for the message.
+// address is target with another example in the message.
 func (r *report) address(key, addr, example string) {
 	host, port, err := net.SplitHostPort(addr)
 	_, ok := parsePort(port)
@@ -46,7 +46,7 @@ func (r *report) address(key, addr, example string) {
 const longestCongestion = 15
 
 // congestion parses a key congestion. It reports a text that cannot be the name of a congestion control.
-// Only the kernel knows whether it has that one: see stream.NewCongestion.
+// Only the kernel knows whether it has the algorithm of that name: see stream.NewCongestion.
 func (r *report) congestion(key, name string) string {
 	bad := func(c rune) bool { return c != '_' && c != '-' && (c < '0' || c > '9') && (c < 'a' || c > 'z') }
 	if len(name) > longestCongestion || strings.ContainsFunc(name, bad) {
@@ -87,7 +87,7 @@ func (r *report) secret(key, path string) {
 // file reports a file that cannot be opened.
 func (r *report) file(key, path string) { r.fileMadeBy(key, path, "create it") }
 
-// fileMadeBy is file with its own advice for a missing file.
+// fileMadeBy is file with another advice for a missing file.
 func (r *report) fileMadeBy(key, path, create string) {
 	if path == "" {
 		return
@@ -106,7 +106,7 @@ func (r *report) fileMadeBy(key, path, create string) {
 	}
 }
 
-// fileProblem returns why a file cannot be used; "": it can. info and err come from os.Stat or os.Open.
+// fileProblem returns why the process cannot use a file; "": it can. info and err come from os.Stat or os.Open.
 func fileProblem(path string, info fs.FileInfo, err error, create string) string {
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
@@ -167,29 +167,29 @@ func (r *report) page(addr string) {
 
 // listener is a TCP port, or a UDP port, that a replica or an edge opens.
 type listener struct {
-	key  string // names the listener in problems
+	key  string // the key that configures the listener, for problems
 	host string // "": all interfaces
 	port int    // 0: off
-	// oneFamily: 0.0.0.0 opens IPv4 addresses only, as in pkg/tcp and pkg/dns. net.Listen with the
-	// network "tcp", which the other packages use, opens all IPv6 addresses for 0.0.0.0, too.
+	// oneFamily says that the host 0.0.0.0 opens only IPv4 addresses, as in pkg/tcp and pkg/dns. Other
+	// packages call net.Listen with the network "tcp", which also opens all IPv6 addresses for 0.0.0.0.
 	oneFamily bool
 }
 
-// listenerOf returns the listener of a host:port; port 0 if addr is bad.
+// listenerOf returns the listener for addr, a host:port. If addr is not valid, its port is 0.
 func listenerOf(key, addr string) listener {
 	host, port, _ := splitListen(addr)
 	return listener{key: key, host: host, port: port}
 }
 
-// familyListenerOf is listenerOf for a listener that opens the IP family of its address only.
+// familyListenerOf is listenerOf for a listener with oneFamily.
 func familyListenerOf(key, addr string) listener {
 	l := listenerOf(key, addr)
 	l.oneFamily = true
 	return l
 }
 
-// addr returns the address that the listener opens; [::] also means all IPv4 addresses. It reports false
-// for other names than localhost.
+// addr returns the address that the listener opens; [::] also means all IPv4 addresses. It returns false
+// if the host is a name other than localhost.
 func (l listener) addr() (netip.Addr, bool) {
 	ip, ok := parseHost(l.host)
 	if ip == netip.IPv4Unspecified() && !l.oneFamily {
@@ -198,13 +198,13 @@ func (l listener) addr() (netip.Addr, bool) {
 	return ip, ok
 }
 
-// ports reports each listener whose port an earlier listener takes.
+// ports reports each listener that needs the same port as an earlier listener.
 func (r *report) ports(ls []listener) {
 	for i, l := range ls {
 		if l.port == 0 {
-			continue // off, or reported as bad already
+			continue // the listener is off, or another check has reported its address
 		}
-		// One collision per listener is enough: resolving it changes the port.
+		// Report only one collision of a listener: the operator resolves it by choosing another port.
 		for _, before := range ls[:i] {
 			if before.port == l.port && overlap(before, l) {
 				r.add(l.key, "port %d is taken by %s: choose another", l.port, before.key)
@@ -223,7 +223,7 @@ func overlap(a, b listener) bool {
 	switch {
 	case a.host == b.host, x == all, y == all:
 		return true
-	case !xOK || !yOK: // a name; to which addresses it resolves is unknown here
+	case !xOK || !yOK: // a host is a name, and may resolve to any address
 		return false
 	case x == y:
 		return true
@@ -233,7 +233,7 @@ func overlap(a, b listener) bool {
 	}
 }
 
-// parseHost returns the address of a host to listen on. It reports false for other names than localhost.
+// parseHost returns the address of a host to listen on. It returns false if the host is a name other than localhost.
 func parseHost(host string) (netip.Addr, bool) {
 	switch host {
 	case "":

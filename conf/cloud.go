@@ -33,13 +33,13 @@ type Cloud struct {
 	Services    CloudServices // [mode.cloud.services]
 	AdminSocket string        // [mode.cloud.admin] socket, a path; "": off
 	Audit       string        // [mode.cloud.audit] file, a path or AuditStdout; "": off
-	Inventory   string        // [mode.cloud.admin] inventory, a path, or what InventoryMap reads; "": not kept
-	Namespace   string        // of the ConfigMap of the inventory
+	Inventory   string        // [mode.cloud.admin] inventory, a path or configmap:NAME; "": the cloud keeps none
+	Namespace   string        // namespace of the inventory's ConfigMap
 	Forwards    string        // [mode.cloud.admin] forwards, a path; "": no file of forwards
 	Page        string        // [mode.cloud.admin] page, host:port of the status page on loopback; "": off
 	Traces      Traces        // [mode.cloud.traces]
 
-	src *source // nil if the value was made by hand
+	src *source // where the keys are in the file; nil: the Cloud was not read from a file
 }
 
 // Server configures the gRPC server that edges dial, and the ports for the operator.
@@ -54,7 +54,7 @@ type Server struct {
 	Cert, Key   string       // files: the server's certificate and its key
 	TokenFile   string       // file with the tokens and revocations of nodes, see auth.Tokens
 	AllowShared bool         // accept default: lines in TokenFile
-	Congestion  string       // congestion control of edges' connections: "system", or the name of an algorithm; "": auto
+	Congestion  string       // congestion control of edges' connections: "system" or an algorithm's name; "": auto
 	// For the operator. The ports have no authentication.
 	LogPort      int    // port for /healthz /readyz /metrics on all interfaces; 0: off
 	ChannelzAddr string // where channelz is served, on loopback; "": off
@@ -104,8 +104,8 @@ type HTTPS struct {
 	// must not overlap.
 	ClientNames []string // common names that may send any request; empty: kube-apiserver-kubelet-client
 	Callers     []Caller // common names that may send some requests only
-	// Kubernetes says whether to ask Kubernetes for the node of a pod. nil: yes if another setting
-	// uses Kubernetes.
+	// Kubernetes says whether the front door asks Kubernetes for the node of a pod. nil: it asks if another
+	// setting makes the cloud use Kubernetes.
 	Kubernetes *bool
 	Kubelet    Kubelet // [mode.cloud.https.kubelet]
 }
@@ -130,8 +130,8 @@ const (
 	defaultHTTPSListen = "0.0.0.0"
 )
 
-// OnePort returns the port of Ports as which the one port ([Server] Listen) serves callers: that of
-// kubelets, or else the lowest. It returns "" if there is none.
+// OnePort returns the port of Ports whose callers may also use the one port ([Server] Listen): the port of
+// kubelets, 10250, or else the lowest port. It returns "" if Ports is empty.
 func (h HTTPS) OnePort() string {
 	const kubelets = "10250"
 	if _, ok := h.Ports[kubelets]; ok {
@@ -148,8 +148,8 @@ func (h HTTPS) OnePort() string {
 // Terminates reports whether the front door terminates connections.
 func (h HTTPS) Terminates() bool { return h.TLS != TLSPassthrough && h.ClientCA != "" }
 
-// MayAskKubernetes reports whether Kubernetes is asked for the node of a pod, provided that another
-// setting uses Kubernetes.
+// MayAskKubernetes reports whether the front door asks Kubernetes for the node of a pod if the cloud uses
+// Kubernetes.
 func (h HTTPS) MayAskKubernetes() bool {
 	return len(h.Ports) > 0 && h.Terminates() && (h.Kubernetes == nil || *h.Kubernetes)
 }
@@ -181,7 +181,7 @@ type UDPListener struct {
 	Allow  auth.Sources    // networks that may send; empty: any, which is allowed on loopback only
 }
 
-// line returns the listener as check takes it.
+// line returns the listener as a TCPListener, for check.
 func (l UDPListener) line() TCPListener {
 	return TCPListener{Listen: l.Listen, Node: l.Node, Among: l.Among, Target: l.Target, Allow: l.Allow}
 }
@@ -298,7 +298,7 @@ func (s *source) auditFile(file string) string {
 // inventoryMap stands before the name of a ConfigMap in [mode.cloud.admin] inventory.
 const inventoryMap = "configmap:"
 
-// InventoryMap returns the name of the ConfigMap that holds the inventory; "": a file does, or nothing.
+// InventoryMap returns the name of the ConfigMap that holds the inventory; "": a file holds it, or there is none.
 func (c *Cloud) InventoryMap() string {
 	name, is := strings.CutPrefix(c.Inventory, inventoryMap)
 	if !is {
@@ -312,7 +312,7 @@ func (c *Cloud) AsksKubernetes() bool {
 	return c.DNS.ConfigMap != "" || c.Egress.AsksKubernetes() || c.HTTPS.AsksKubernetes() || c.Join.AsksKubernetes()
 }
 
-// inventory returns the path of the inventory, or the text with the name of a ConfigMap.
+// inventory returns Cloud.Inventory for the value of the key: a path, or configmap:NAME unchanged.
 func (s *source) inventory(where string) string {
 	if strings.HasPrefix(where, inventoryMap) {
 		return where
@@ -363,8 +363,8 @@ func (r *report) clientNames(names []string) []string {
 	return names
 }
 
-// callers parses the key callers. names is the list of clientnames. callers reports a line for one of names, because
-// clientnames already permits that caller everything.
+// callers parses the key callers. names is the list of clientnames. callers reports a line whose name is in names,
+// because clientnames permits that caller every request already.
 func (r *report) callers(lines []callerKeys, names []string) []Caller {
 	const key = httpsTable + "callers"
 	// pkg/https uses the default name if the list is empty, so a caller must not have that name either.
@@ -409,7 +409,7 @@ func (r *report) sources(key string, list []string) auth.Sources {
 }
 
 // balancers parses a list of networks with balancers that send a PROXY header. It reports an empty
-// list, and a network of all addresses: every caller could then write any address into a header.
+// list. It also reports a network of all addresses: any caller could then claim any address in a header.
 func (r *report) balancers(key string, list []string) auth.Sources {
 	if list != nil && len(list) == 0 {
 		r.add(key, "the list is empty: write the addresses of the balancers that send a PROXY header, "+
@@ -466,7 +466,7 @@ func (r *report) listeners(f forwarding, lines map[string]string, allow map[stri
 		if list, ok := allow[listen]; ok {
 			l.Allow = r.sources(f.keyIn("allow", listen), list)
 			if len(l.Allow) == 0 {
-				r.mute(f.key(listen)) // a problem of the allow line was reported; do not report it as missing
+				r.mute(f.key(listen)) // its allow line was reported as wrong; do not report it as missing, too
 			}
 		}
 		ls = append(ls, l)
@@ -505,8 +505,8 @@ func (r *report) forward(f forwarding, listen, target string) TCPListener {
 	return l
 }
 
-// warnLikeNode warns of a target without a node whose host could be the name of a node: the operator may have
-// forgotten what stands before the slash.
+// warnLikeNode warns about a target such as "edge1:22", whose host could be the name of a node. The operator may have
+// meant port 22 of that node, which is "edge1/127.0.0.1:22".
 func (r *report) warnLikeNode(f forwarding, l TCPListener) {
 	host, port, err := net.SplitHostPort(l.Target)
 	if err != nil || host == "localhost" || strings.Contains(host, ".") {
@@ -531,8 +531,8 @@ func (r *report) proxyVersion(key, s string) int {
 	return 0
 }
 
-// strays reports the lines of a table beside the table of targets that belong to no listener. A line without its
-// listener is probably mistyped, and its listener then lacks what the line says.
+// strays reports each line of a table such as tcpallow for which the table of targets has no line. The address in the
+// line is probably mistyped, so a listener lacks the line.
 func (r *report) strays(f forwarding, beside string, lines, listens []string) {
 	for _, listen := range lines {
 		if slices.Contains(listens, listen) || r.muted[f.key(listen)] {
@@ -628,13 +628,13 @@ func (h HTTPS) check(r *report) {
 	}
 	r.pair(t, h.Cert, h.Key)
 	r.file(t+"clientca", h.ClientCA)
-	// Only a by-hand value can be out of range.
+	// The value cannot come from a file: tlsMode returns only values in range.
 	if h.TLS < TLSAuto || h.TLS > TLSTerminate {
 		r.add(t+"tls", "there is no %v", h.TLS)
 	}
 	h.checkTLS(r)
 	h.Kubelet.check(r)
-	// Settings without a port have no effect. Somebody probably forgot the table addr.
+	// Settings without a port have no effect. The operator has probably forgotten the table addr.
 	if h.configured() && len(h.Ports) == 0 {
 		r.warn(t+"addr", `no port is opened, so [mode.cloud.https] is off: `+
 			`write "10250" = "127.0.0.1:10250" in [mode.cloud.https.addr]`)
@@ -667,7 +667,7 @@ func (h HTTPS) checkTLS(r *report) {
 		}
 		r.add(t+"cert", "%s needs a certificate to terminate connections with: write cert and key", what)
 	}
-	// Callers are known by the names in their client certificates, which need a CA to verify.
+	// The cloud knows callers by the names in their client certificates, and needs a CA to verify these certificates.
 	if h.TLS == TLSAuto && h.ClientCA == "" {
 		for key, n := range map[string]int{"clientnames": len(h.ClientNames), "callers": len(h.Callers)} {
 			if n > 0 {
@@ -675,7 +675,7 @@ func (h HTTPS) checkTLS(r *report) {
 			}
 		}
 	}
-	// Only terminated connections are sent on to a kubelet by the cloud itself.
+	// The cloud itself connects to a kubelet only for terminated connections.
 	if !h.Terminates() && h.TLS != TLSTerminate && h.Kubelet != (Kubelet{}) {
 		r.warn(kubeletTable[:len(kubeletTable)-1], "not used: no connection is terminated without clientca")
 	}
@@ -691,7 +691,8 @@ func (k Kubelet) check(r *report) {
 		r.add(t+"cert", "missing: write the client certificate that kubelets accept, and its key")
 	case k.CA != "" && k.Insecure:
 		r.add(t+"insecure", "the kubelet's certificate is either verified with ca or not at all: remove one of them")
-	// Kubelets sign their own certificates by default. Not verifying them must be a decision.
+	// Kubelets sign their own certificates by default, which no CA can verify. The operator must say explicitly that
+	// the cloud does not verify them.
 	case k.Cert != "" && k.CA == "" && !k.Insecure:
 		r.add(t+"ca", "missing: write the CA that signs the kubelets' certificates, "+
 			"or insecure = true if they sign their own")
@@ -704,8 +705,8 @@ func (h HTTPS) configured() bool {
 		h.TLS != TLSAuto || h.Listen != "" || len(h.AllowFrom)+len(h.ProxyFrom) > 0 || h.Kubelet != (Kubelet{})
 }
 
-// check reports a bad address, a bad target, and a port that is open to other machines without an allow
-// line. It also reports proxyfrom on a loopback port without an allow line.
+// check reports an invalid address, an invalid target, and a port that is open to other machines without
+// an allow line. It also reports proxyfrom on a loopback port without an allow line.
 func (l TCPListener) check(f forwarding, r *report) {
 	key := f.key(l.Listen)
 	host, _, ok := splitListen(l.Listen)
@@ -715,8 +716,8 @@ func (l TCPListener) check(f forwarding, r *report) {
 		return
 	}
 	r.target(key, l.Target)
-	// The front doors do not authenticate such callers, so a port that is open to other machines needs an
-	// explicit list.
+	// The tcp and udp front doors do not authenticate callers. So a port that is open to other machines needs
+	// an explicit list of networks.
 	if len(l.Allow) == 0 && !isLoopback(host) {
 		r.add(key, "it is not on loopback, and nobody is allowed to %s: "+
 			"add %q = [\"10.0.0.0/8\"] (who may %s) to [mode.cloud.%sallow]", f.verb, l.Listen, f.verb, f.table)
@@ -727,8 +728,8 @@ func (l TCPListener) check(f forwarding, r *report) {
 	}
 }
 
-// listeners returns every TCP port that the cloud opens, in the order of cloud.toml. If two collide, the
-// problem is that of the later one.
+// listeners returns every TCP port that the cloud opens, in the order of cloud.toml: if two collide, ports
+// reports the later one.
 func (c *Cloud) listeners() []listener {
 	ls := []listener{
 		{key: serverTable + "grpcport", port: c.Server.GRPCPort},

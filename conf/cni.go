@@ -5,19 +5,19 @@ import (
 	"net/netip"
 )
 
-// CNI configures the edge's part in the network of its node's pods, [mode.edge.cni].
+// CNI configures what the edge does for the network of its node's pods, [mode.edge.cni].
 type CNI struct {
-	On       bool           // whether the table is there
+	On       bool           // the file has the table
 	ConfDir  string         // folder of the runtime's network configurations
 	BinDir   string         // folder of the CNI plugins
-	PodCIDRs []netip.Prefix // networks of the node's pods; nil: the cloud tells them
-	// Routes is whether to keep routes to the pods of nodes that are in one network with this one.
+	PodCIDRs []netip.Prefix // networks of the node's pods; nil: the cloud tells the edge
+	// Routes is true if the edge keeps routes to the pods of other nodes in its own network.
 	Routes bool
-	// Bandwidth is whether to chain the stock plugin bandwidth.
+	// Bandwidth is true if the runtime also executes the stock plugin bandwidth for each pod.
 	Bandwidth bool
 }
 
-// Where container runtimes look by default.
+// The folders in which container runtimes look for network configurations and plugins by default.
 const (
 	DefaultConfDir = "/etc/cni/net.d"
 	DefaultBinDir  = "/opt/cni/bin"

@@ -14,9 +14,9 @@
 // cannot be opened, two listeners on one port, and the like. All errors of a file are reported
 // together. [Check] reports the errors of a file and does nothing else, for both modes.
 //
-// A [Cloud] or [Edge] can also be made by hand. Its zero values mean the documented defaults. Validate
-// makes the same checks as for a loaded one, except those of single values when a file is read, such as
-// the range of a limit.
+// A program can also fill in a [Cloud] or [Edge] itself. Zero values mean the documented defaults. Validate
+// makes the same checks as LoadCloud and LoadEdge, except for checks of single values in a file, such as the
+// range of a limit.
 //
 // Relative paths in a file are relative to that file. In the result they are relative to the working
 // directory. The package opens certificates, keys and token files only to see that it can; their users
@@ -77,8 +77,8 @@ func ReadCloud(path string, env Env) (*Cloud, error) {
 	return c, nil
 }
 
-// readCloud reads the cloud's part of a file without checking it, and with forwards also its file of forwards. It
-// returns nil if the file has no such part.
+// readCloud reads the cloud's part of a file without checking it. If forwards is true, it also reads the file of
+// forwards. It returns nil if the file has no cloud's part.
 func readCloud(path string, env Env, forwards bool) (*Cloud, *report) {
 	d, r := read(path)
 	if d == nil {
@@ -139,8 +139,8 @@ type Sockets struct {
 	HasCloud, HasEdge bool   // the file configures the mode
 }
 
-// ReadSockets reads the admin sockets of both modes, and nothing else: other problems of the file do not matter
-// for asking a daemon that runs.
+// ReadSockets reads only the admin sockets of both modes. It ignores other problems of the file, which do not keep a
+// command from asking a running daemon.
 func ReadSockets(path string) (s Sockets, err error) {
 	d, r := read(path)
 	if d == nil {
@@ -162,8 +162,7 @@ type Checked struct {
 	Warnings []string // of both modes, in the order of the file
 }
 
-// Check reads a file and checks both modes, as far as the file configures them. Its error is a
-// [Problems].
+// Check reads a file and checks each mode that the file configures. Its error is a [Problems].
 func Check(path string, env Env) (Checked, error) {
 	d, r := read(path)
 	if d == nil {
@@ -184,7 +183,7 @@ func Check(path string, env Env) (Checked, error) {
 	if err := r.err(); err != nil {
 		return Checked{}, err
 	}
-	// The report does not tell apart the warnings of the two modes, so both get all of them.
+	// The report does not say to which mode a warning belongs, so both modes get all warnings.
 	k.Warnings = r.warnings()
 	if k.Cloud != nil {
 		k.Cloud.Warnings = k.Warnings

@@ -15,8 +15,8 @@ import (
 // decode parses data into tables. It reports each unknown key and each value of the wrong type with its
 // line. After a syntax error it returns nil.
 //
-// The library only parses. Its own decoder does not suffice, so this file sets the values: the decoder
-// stops at the first wrong type, ignores the case of keys, and gives no line for a key that it has not
+// The TOML library only parses, and this file sets the fields. The library's own decoder does not suffice:
+// it stops at the first wrong type, ignores the case of keys, and gives no line for a key that it has not
 // decoded.
 func decode(data []byte, r *report) *tables {
 	var root map[string]toml.Primitive
@@ -80,7 +80,7 @@ func (d *decoder) table(path toml.Key, prims map[string]toml.Primitive, v reflec
 	}
 }
 
-// superEdgeKey follows the rule for a key that only SuperEdge has.
+// superEdgeKey renames, ignores or refuses a key that only SuperEdge has, as rule says.
 func (d *decoder) superEdgeKey(
 	path toml.Key, prims map[string]toml.Primitive, name string, rule rule, v reflect.Value,
 ) {
@@ -111,7 +111,7 @@ func (d *decoder) value(key toml.Key, p toml.Primitive, v reflect.Value) {
 	raw := d.raw(p)
 	ok := false
 	switch v.Kind() {
-	// A pointer stands for a table or a bool that the file may leave out. nil means that it does.
+	// A pointer stands for a table or a bool that the file may leave out. nil: the file leaves it out.
 	case reflect.Pointer:
 		v.Set(reflect.New(v.Type().Elem()))
 		d.value(key, p, v.Elem())
@@ -159,7 +159,7 @@ func (d *decoder) value(key toml.Key, p toml.Primitive, v reflect.Value) {
 	}
 }
 
-// arrayOfTables sets v, a slice of structs. It reports false if p is not an array of tables.
+// arrayOfTables sets v, a slice of structs. It returns false if p is not an array of tables.
 func (d *decoder) arrayOfTables(key toml.Key, p toml.Primitive, v reflect.Value) bool {
 	var elems []toml.Primitive
 	if d.md.PrimitiveDecode(p, &elems) != nil {
@@ -208,7 +208,7 @@ func looksLikeKey(name string) bool {
 // unknown reports a key that the table at path does not have. It suggests the table that has such a key,
 // or the key with the most similar name.
 func (d *decoder) unknown(path toml.Key, name string, p toml.Primitive, v reflect.Value) {
-	// Advice in this order: the same key in another table, a similar key in this table, all keys of this
+	// Suggest first a table that has this key, then a similar key of this table, and last all keys of this
 	// table. Only in the last case the name may be a secret: in the others it equals or resembles a key.
 	key, what := join(path, name), "key"
 	if _, ok := d.raw(p).(map[string]any); ok {
@@ -261,11 +261,11 @@ func (d *decoder) children(p toml.Primitive) map[string]toml.Primitive {
 	return prims
 }
 
-// line returns the line of a value. The library keeps positions private. But it adds the position of the
-// value to the error of an Unmarshaler, so line calls an Unmarshaler that always fails.
+// line returns the line of a value. The library does not export positions, but it adds the position of the
+// value to the error of an Unmarshaler. So line lets the library call an Unmarshaler that always fails.
 func (d *decoder) line(p toml.Primitive) int {
 	pe, _ := errors.AsType[toml.ParseError](d.md.PrimitiveDecode(p, new(probe)))
-	// The library wraps probe's error in a ParseError with the position of the value; 0: it has none.
+	// The library wraps probe's error in a ParseError with the position of the value; line 0: no position.
 	line := pe.Position.Line
 	if _, ok := d.raw(p).(map[string]any); !ok || line > 0 {
 		return line
@@ -371,7 +371,7 @@ func editDistance(a, b string) int {
 	return row[len(b)]
 }
 
-// stringList returns raw as a list of strings. It reports false if raw is something else.
+// stringList returns raw as a list of strings. It returns false if raw is no such list.
 func stringList(raw any) ([]string, bool) {
 	elems, ok := raw.([]any)
 	if !ok {

@@ -20,13 +20,13 @@ type DNS struct {
 	Identity     string // of this replica, in the election of the replica that writes
 	Service      string // the Service whose endpoints are the replicas; "": none
 	NodeSelector string // label selector of the nodes that get a name; the control plane never does
-	Hosts        string // file: the ConfigMap as CoreDNS mounts it, to see how far CoreDNS is behind; "": off
+	Hosts        string // the file of the ConfigMap that CoreDNS reads, to measure its lag; "": off
 
 	// The cloud's own DNS server.
 	Listen   string           // host:port for UDP and TCP; "": off
 	Upstream []netip.AddrPort // DNS servers for names that are not nodes', asked in order; empty: NXDOMAIN
-	// AllowFrom are the networks for which Upstream is asked. Empty: private addresses and loopback.
-	// Names of nodes are answered for everybody.
+	// AllowFrom are the networks for whose queries the server asks Upstream. Empty: private addresses and
+	// loopback. Everybody gets answers about names of nodes.
 	AllowFrom auth.Sources
 
 	// Addrs are the addresses to which the names of nodes resolve, IPv4 first, at most one of each
@@ -48,7 +48,8 @@ func newDNS(t *dnsKeys, env Env, r *report) DNS {
 		Listen: t.Listen, Upstream: r.upstream(t.Upstream),
 		AllowFrom: r.sources(dnsTable+"allowfrom", t.AllowFrom),
 	}
-	// debug = true means: without Kubernetes. The other keys may stay in the file, as in SuperEdge's files.
+	// With debug = true, the cloud does not use Kubernetes for names, and ignores the other keys. SuperEdge's
+	// files have both.
 	if !t.Debug {
 		d.ConfigMap, d.Service, d.NodeSelector, d.Hosts = t.ConfigMap, t.Service, t.NodeSelector, r.src.path(t.Hosts)
 	}
@@ -114,7 +115,7 @@ func (d DNS) addrsKey() string {
 	return dnsTable + "listen"
 }
 
-// isUsable reports whether a DNS answer with this address would be of use to anybody.
+// isUsable reports whether a program could connect to this address if a DNS answer had it.
 func isUsable(ip netip.Addr) bool {
 	return ip.IsValid() && ip.Zone() == "" && !ip.IsUnspecified() && !ip.IsMulticast()
 }
@@ -194,7 +195,7 @@ func (d DNS) checkResponder(r *report) {
 		r.add(t+"listen", "%s is a multicast address, and what is asked there has no one answer: "+
 			"write an address of this machine", host)
 	}
-	// A query to ourselves would be forwarded to ourselves again, without end.
+	// A server that is its own upstream would forward each query to itself, without end.
 	for _, up := range d.Upstream {
 		switch {
 		case !up.IsValid() || up.Port() == 0 || up.Addr().IsUnspecified() || up.Addr().IsMulticast():
@@ -224,7 +225,7 @@ func (d DNS) openToAll() bool {
 func (d DNS) answersAt(host string, ip netip.Addr) bool {
 	on, ok := parseHost(host)
 	switch {
-	case !ok: // host is a name; what it resolves to is unknown here
+	case !ok: // host is a name, and may resolve to any address
 		return false
 	// Listening on all addresses includes loopback and the pod's own addresses.
 	case on.IsUnspecified():

@@ -24,27 +24,27 @@ type Edge struct {
 
 	// [mode.edge.stream.client]: how to reach the cloud.
 	Addr       string   // host:port of the cloud (servername in the file); "": Servers
-	Servers    []string // for dial.ParseServer, in the order in which the edge tries them; empty: Addr
+	Servers    []string // in the form of dial.ParseServer, in the order in which the edge tries them; empty: Addr
 	ServerName string   // the name to verify in the cloud's certificate (dns in the file)
 	CA         string   // file with the CA that signs the cloud's certificate (cert in the file)
 
 	// The proxy to the cloud: at most one of Proxy and ProxyFile. With neither, the environment decides.
-	Proxy     auth.Secret // for dial.ParseProxy, since it may have a password; ProxyNone: no proxy
-	ProxyFile string      // file that holds the URL of the proxy alone
+	Proxy     auth.Secret // in the form of dial.ParseProxy; a Secret, since it may have a password; ProxyNone: no proxy
+	ProxyFile string      // a file that holds only the URL of the proxy
 	ProxyCA   string      // file with the CAs of https:// proxies and wss:// servers; "": the system's
 
 	// The edge's proof is one of Token, TokenFile and NodeCert.
 	Token     auth.Secret // the token itself
-	TokenFile string      // file that holds the token alone
-	// NodeCert is a file with this node's certificate. Without NodeKey it also holds the key, and the
-	// edge renews it. With NodeKey somebody else renews both files.
+	TokenFile string      // a file that holds only the token
+	// NodeCert is a file with this node's certificate. Without NodeKey the file also holds the key, and the
+	// edge renews the certificate. With NodeKey another program renews both files.
 	NodeCert string
 	NodeKey  string // file; "": the key is in NodeCert
-	// Updates: with each new certificate, the edge takes CAs and addresses that its cloud tells.
+	// Updates is true if the edge accepts the CAs and addresses that its cloud tells with each new certificate.
 	Updates bool
 
-	AllReplicas  bool   // open a session with every replica, not with one
-	Connections  int    // TCP connections of a session, its own included; 0: the default
+	AllReplicas  bool   // open a session with every replica, not only with one
+	Connections  int    // how many TCP connections a session may have, with its own connection; 0: the default
 	Congestion   string // congestion control: "system", or the name of an algorithm; "": auto
 	Multipath    bool   // use all uplinks at once: Multipath TCP
 	LogPort      int    // port for /healthz /readyz /metrics on all interfaces; 0: off
@@ -52,14 +52,14 @@ type Edge struct {
 
 	HTTPS             EdgeHTTPS    // [mode.edge.https]
 	Limits            EdgeLimits   // [mode.edge.limits]
-	EgressIdentifiers string       // [mode.edge.egress] identifiers: what this edge reaches
+	EgressIdentifiers string       // [mode.edge.egress] identifiers: the names and addresses that this edge reaches
 	Konnectivity      Konnectivity // [mode.edge.konnectivity]
 	CNI               CNI          // [mode.edge.cni]
 	Services          EdgeServices // [mode.edge.services]
 	AdminSocket       string       // [mode.edge.admin] socket, a path; "": off
 	Collector         string       // [mode.edge.traces] endpoint, as Traces.Endpoint; "": off
 
-	src *source // nil if the value was made by hand
+	src *source // where the keys are in the file; nil: the Edge was not read from a file
 }
 
 // EdgeHTTPS is the client certificate for kubelets, if the edge holds it, as with SuperEdge. It is
@@ -156,7 +156,7 @@ func (r *report) node(own string, env Env) (tunnel.NodeName, string) {
 	case env.NodeName != "":
 		name, from = env.NodeName, "NODE_NAME"
 	}
-	// The key has the wrong type. Its problem is reported; do not fall back to another source.
+	// The key has the wrong type, and this is reported. So do not use another source of the name.
 	if r.muted[k] {
 		return "", from
 	}
@@ -219,7 +219,7 @@ func (e *Edge) check(r *report) {
 	r.ports(listeners)
 }
 
-// checkNear checks the keys near and nearca: how edges of one site reach each other without the cloud.
+// checkNear checks the keys near and nearca, by which edges of one site reach each other without the cloud.
 func (e *Edge) checkNear(r *report) {
 	const t = edgeTablePrefix + "services."
 	if !e.Services.Near.IsValid() {
@@ -292,7 +292,7 @@ func (e *Edge) checkClient(r *report) {
 // Renews reports whether this edge renews its certificate.
 func (e *Edge) Renews() bool { return e.NodeCert != "" && e.NodeKey == "" }
 
-// Places returns the places where the edge can reach the cloud, for dial.ParseServer.
+// Places returns all servers by which the edge can reach the cloud, in the form of dial.ParseServer.
 func (e *Edge) Places() []string {
 	if len(e.Servers) > 0 {
 		return e.Servers

@@ -7,21 +7,21 @@ import (
 
 // EdgeServices configures how an edge serves Services, [mode.edge.services].
 type EdgeServices struct {
-	On     bool           // whether the table is there
-	State  string         // file of what the cloud has told
-	Full   bool           // serves all Services, in place of kube-proxy
+	On     bool           // the file has the table
+	State  string         // path of the file in which the edge keeps the Services that the cloud has told
+	Full   bool           // the edge serves all Services, in place of kube-proxy
 	Direct []netip.Prefix // networks whose endpoints this node reaches without the tunnel
-	DNS    bool           // whether the edge answers the names of Services
-	Domain string         // of the cluster, in lower case
+	DNS    bool           // the edge answers DNS queries for the names of Services
+	Domain string         // the cluster's domain, in lower case
 
-	Near   netip.AddrPort // where edges of this site connect; zero: nowhere
-	NearCA string         // file with the CAs of nodes' certificates
+	Near   netip.AddrPort // where other edges of this site connect to this edge; zero: nowhere
+	NearCA string         // file with the CAs of nodes' certificates, to verify other edges
 }
 
 const (
 	// defaultServicesState is where an edge keeps what it knows of Services.
 	defaultServicesState = "/var/lib/tunnel/services.db"
-	// servicesRelay is the mode that works beside kube-proxy, and servicesFull the one that takes its place.
+	// In the mode servicesRelay the edge works beside kube-proxy; in the mode servicesFull it replaces kube-proxy.
 	servicesRelay = "relay"
 	servicesFull  = "full"
 )
@@ -59,7 +59,7 @@ func newEdgeServices(t *edgeServicesKeys, r *report) EdgeServices {
 	return s
 }
 
-// prefixes returns the networks of a key. It reports those that are none.
+// prefixes returns the networks of a key. It reports each text that is not a network.
 func (r *report) prefixes(key string, texts []string) (all []netip.Prefix) {
 	for _, text := range texts {
 		prefix, err := netip.ParsePrefix(text)

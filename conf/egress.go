@@ -12,24 +12,24 @@ import (
 // Egress configures the front door for kube-apiserver's egress selector, [mode.cloud.egress]. Without
 // GRPC, HTTPConnect and Mirror it is off.
 type Egress struct {
-	// GRPC and HTTPConnect list where the front door listens for each of the two protocols, HTTPConnect for
-	// SOCKS5, too. An entry is unix:///path or tls://host:port.
+	// GRPC and HTTPConnect list where the front door listens for each of the two protocols. Listeners of
+	// HTTPConnect also accept SOCKS5. An entry is unix:///path or tls://host:port.
 	GRPC, HTTPConnect []string
 
-	// For tls:// listeners, which need all four.
+	// Listeners on tls:// need these four.
 	Cert, Key, ClientCA string   // files: our certificate and key, and the CAs of callers' certificates
 	ClientNames         []string // common names of callers' certificates
 
 	Strategies   []string        // how to find the node for an address, in this order; empty: all strategies
 	DefaultNodes tunnel.Selector // the nodes from which strategy "default" chooses; empty: all
-	// Kubernetes says that the Node objects tell what each node reaches. If false, the edges tell it.
+	// Kubernetes is true if the Node objects say what each node reaches. If false, the edges themselves say it.
 	Kubernetes          bool
 	KonnectivityMetrics bool // export metrics under Konnectivity's names as well
 	AgentPort           int  // port for stock konnectivity agents, on all interfaces; 0: off
 
 	ProxyFrom auth.Sources // balancers that send a PROXY header to tls:// listeners and AgentPort; empty: none
 
-	Mirror bool // [mode.cloud.services.mirror] has callers, too
+	Mirror bool // the front door also has the callers of [mode.cloud.services.mirror]
 }
 
 const egressTable = "mode.cloud.egress."
@@ -75,10 +75,10 @@ func (r *report) selector(key string, names []string) tunnel.Selector {
 // Listens reports whether there is a listener.
 func (e Egress) Listens() bool { return len(e.GRPC)+len(e.HTTPConnect) > 0 }
 
-// Configured reports whether callers come, by a listener or by [mode.cloud.services.mirror].
+// Configured reports whether the front door can have callers, by a listener or by [mode.cloud.services.mirror].
 func (e Egress) Configured() bool { return e.Listens() || e.Mirror }
 
-// AsksKubernetes reports whether the front door is on and takes what nodes reach from Node objects.
+// AsksKubernetes reports whether the front door is on and reads from Node objects what nodes reach.
 func (e Egress) AsksKubernetes() bool { return e.Configured() && e.Kubernetes }
 
 // UsesTLS reports whether a listener uses TLS.
@@ -151,14 +151,14 @@ func (e Egress) checkStrategies(r *report) {
 	}
 }
 
-// checkCallers reports problems of the keys that say who may call: without them tls:// would be
-// open to all, and without tls:// they have no effect.
+// checkCallers reports problems of the keys that say who may call. Without these keys, tls:// would be
+// open to all. Without tls://, these keys have no effect.
 func (e Egress) checkCallers(r *report) {
 	const t = egressTable
 	r.pair(t, e.Cert, e.Key)
 	r.file(t+"clientca", e.ClientCA)
 	switch {
-	// Whoever may call reaches every node, so tls:// needs a CA and a list of names.
+	// Every caller reaches every node, so tls:// needs a CA and a list of callers' names.
 	case e.UsesTLS():
 		r.required(t+"cert", e.Cert, "tls:// needs a certificate: write cert and key")
 		r.required(t+"clientca", e.ClientCA, "anybody who reaches tls:// could reach every node: "+
@@ -171,7 +171,7 @@ func (e Egress) checkCallers(r *report) {
 	case e.Configured() && (e.Cert != "" || e.ClientCA != "" || len(e.ClientNames) > 0):
 		r.warn(t+"cert", "not used: cert, key, clientca and clientnames are for tls://, "+
 			"and callers of a unix socket are known by its permissions")
-	// No listener at all, but settings for one. agentport alone is fine: it needs none of them.
+	// There are settings for a listener but no listener. agentport needs none of these settings.
 	case !e.Configured() && (len(e.Strategies)+len(e.ClientNames)+len(e.DefaultNodes) > 0 ||
 		e.Kubernetes || e.KonnectivityMetrics || e.Cert != "" || e.ClientCA != ""):
 		what := "off"

@@ -14,8 +14,8 @@ import (
 	"github.com/BurntSushi/toml"
 )
 
-// Forward is a TCP port of the file of forwards, [mode.cloud.admin] forwards, which `tunnel forward` writes.
-// The file has the tables of [mode.cloud.tcp] alone, and its lines count as those of the main file.
+// Forward is a TCP port in the file of forwards, [mode.cloud.admin] forwards, which `tunnel forward` writes. The file
+// has only [mode.cloud.tcp] and the tables beside it. Its lines count like lines of the main file.
 type Forward struct {
 	Listen    string   `json:"listen"`              // host:port
 	Target    string   `json:"target"`              // host:port, or node/host:port
@@ -58,7 +58,7 @@ func (c *Cloud) ReadForwards() ([]Forward, error) {
 	return all, nil
 }
 
-// InForwards reports whether a listener of TCP is in the file of forwards.
+// InForwards reports whether the listener at the address listen comes from the file of forwards.
 func (c *Cloud) InForwards(listen string) bool {
 	if c.src == nil || c.src.elsewhere == nil {
 		return false
@@ -67,8 +67,8 @@ func (c *Cloud) InForwards(listen string) bool {
 	return c.src.lines[key] == 0 && c.src.elsewhere.lines[key] > 0
 }
 
-// WithForwards returns c with other lines in its file of forwards, checked. It writes nothing. The main file is
-// not read again, so that an edit in it that is not reloaded does not count.
+// WithForwards returns c with forwards in place of the lines of its file of forwards. It checks the result and writes
+// nothing. It does not read the main file again, so an edit there counts only after a reload.
 func (c *Cloud) WithForwards(forwards []Forward) (*Cloud, error) {
 	if c.Forwards == "" || c.src == nil {
 		return nil, errors.New(noForwards)
@@ -162,8 +162,8 @@ func (r *report) withForwards(t *cloudTable) *cloudTable {
 	return r.addForwards(t, path, data)
 }
 
-// addForwards returns a copy of t with the lines of a file of forwards. It reports the problems of the file, and
-// lines that t has, too.
+// addForwards returns a copy of t with the lines of a file of forwards. It reports the problems of the file, and each
+// line that t has already.
 func (r *report) addForwards(t *cloudTable, path string, data []byte) *cloudTable {
 	own := newReport(&source{file: path})
 	more := readForwards(data, own)
@@ -185,7 +185,7 @@ func (r *report) addForwards(t *cloudTable, path string, data []byte) *cloudTabl
 	return &merged
 }
 
-// union returns the lines of both tables. A line of a counts if both have it.
+// union returns the lines of both tables. If both have a key, the line of a counts.
 func union[V any](a, b map[string]V) map[string]V {
 	all := make(map[string]V, len(a)+len(b))
 	maps.Copy(all, b)

@@ -18,20 +18,20 @@ type Join struct {
 
 	// For the join tokens that tunnel token create makes.
 	Address string // host:port that edges dial
-	CloudCA string // file with the CA that signed the server's certificate; edges are told its content
-	// Servers are the addresses of the cloud that edges are told with each certificate, host:port; nil: none.
+	CloudCA string // file with the CA that signed the server's certificate; the cloud tells edges its content
+	// Servers are addresses of the cloud, host:port, that the cloud tells edges with each certificate; nil: none.
 	Servers []string
 
 	// ServiceAccount tokens of pods.
-	ServiceAccounts []string // "namespace/name": their pods may join
-	Audience        string   // audience of their tokens; "": tunnel
+	ServiceAccounts []string // "namespace/name": pods with these accounts may join
+	Audience        string   // audience of the pods' tokens; "": tunnel
 	AnyNode         bool     // a node may join even if Kubernetes has no Node of its name
 }
 
 // joinTable is the prefix of keys, as problems name them.
 const joinTable = "mode.cloud.join."
 
-// maxServers is how many addresses an edge takes from its cloud.
+// maxServers is how many addresses an edge accepts from its cloud.
 const maxServers = 16
 
 const (
@@ -50,7 +50,7 @@ func newJoin(t *joinKeys, r *report) Join {
 		Address:    t.Address, CloudCA: path(t.CloudCA), Servers: t.Servers,
 		ServiceAccounts: t.ServiceAccounts, Audience: t.Audience, AnyNode: t.AnyNode,
 	}
-	// The words become the bool Kubernetes, so check could not report them.
+	// Report a wrong word here: check sees only the bool Kubernetes.
 	switch t.Signer {
 	case "", "file":
 	case "kubernetes":
@@ -85,7 +85,7 @@ func (j Join) check(r *report) {
 	switch {
 	case j.CA == "" && j.Signs():
 		r.add(t+"ca", "missing: write the certificate of the CA that signs nodes' certificates")
-	// The cluster's signer has the key, so a key here means a misunderstanding.
+	// The cluster's signer has a key of its own, so the operator has probably misunderstood cakey.
 	case j.Kubernetes && j.CAKey != "":
 		r.add(t+"cakey", `with signer = "kubernetes" the cluster signs: remove it, or remove signer`)
 	}
@@ -108,7 +108,7 @@ func (j Join) check(r *report) {
 		r.add(t+"servers", "edges are told them with a certificate, and this cloud signs none: "+
 			"remove it, or write ca and cakey")
 	}
-	// tunnel token create needs both for a join token.
+	// tunnel token create needs both address and cloudca for a join token.
 	if (j.Address == "") != (j.CloudCA == "") {
 		missing, there := "address", "cloudca"
 		if j.Address != "" {

@@ -9,25 +9,25 @@ type Limits struct {
 	// Connections to grpcport. An address is an IPv4 address or an IPv6 /64.
 	// At a limit the replica closes a connection: see docs/limits.md for which one.
 	Joining           int           // connections without a session, at once
-	JoiningPerAddress int           // the same, of one address
+	JoiningPerAddress int           // connections without a session from one address, at once
 	JoinTimeout       time.Duration // from TCP accept to the session
 	Metadata          int           // bytes of metadata of a gRPC stream
 
-	// What callers may ask of one node. Most further opens wait: see docs/limits.md.
+	// Limits of opens to one node. At a limit, most further opens wait: see docs/limits.md.
 	Conns int // conns at once
 	Opens int // opens per second, with bursts of twice as many
-	Dials int // opens that the node has not answered
+	Dials int // opens that the node has not answered yet, at once
 
 	// Connections to the https ports, and to each tls:// listener of egress.
 	Strangers           int           // connections of strangers at once
-	StrangersPerAddress int           // the same, of one address
+	StrangersPerAddress int           // connections of strangers from one address, at once
 	HandshakeTimeout    time.Duration // for each step: the ClientHello, the handshake, a request header
 	ConnsPerAddress     int           // passed-through connections of one address to one node
 	Headers             int           // bytes of the header of a request or a response
 
 	// Flows of each UDP port. A further flow takes the place of another: see docs/limits.md.
 	Flows           int // flows at once
-	FlowsPerAddress int // the same, of one address
+	FlowsPerAddress int // flows from one address, at once
 
 	DNS     int // TCP connections to the DNS port at once
 	Lookups int // DNS queries at once that wait for an upstream
@@ -37,7 +37,7 @@ type Limits struct {
 // EdgeLimits bound what clouds may ask of an edge, [mode.edge.limits]. They count for the whole process,
 // over the sessions with all replicas. A field that is 0 means the default.
 type EdgeLimits struct {
-	Conns  int // conns at once, those being dialled included
+	Conns  int // conns at once, open or being dialled
 	Dials  int // targets being dialled at once
 	Flows  int // flows of UDP at once
 	Health int // connections to logport at once
@@ -49,7 +49,7 @@ const (
 	edgeLimitsTable = "mode.edge.limits."
 )
 
-// The range of each limit. A smaller value would break normal use; a larger one would bound nothing.
+// The range of each limit. A smaller value would break normal use. A larger value would limit nothing.
 const (
 	maxCount     = 1 << 16   // for counts: the number of ports of an address
 	maxPerSecond = 1_000_000 // for rates

@@ -11,7 +11,7 @@ import (
 type Peers struct {
 	Service       string   // host:port; every address to which the name resolves is a replica
 	Addresses     []string // host:port of each replica
-	CA, Cert, Key string   // files; without Cert and Key, those of [Server] are used
+	CA, Cert, Key string   // files; without Cert and Key, replicas use those of [Server]
 	ServerName    string   // a name in the certificates of all replicas, and of nobody else
 }
 
@@ -36,7 +36,7 @@ func (p Peers) check(r *report) {
 	for _, a := range p.Addresses {
 		r.address(t+"addresses", a, "10.0.0.2:9000")
 	}
-	// Without these two, any holder of a certificate could act as a replica and receive conns.
+	// Without ca and servername, anybody with a certificate could act as a replica and receive conns.
 	r.required(t+"ca", p.CA, "write the CA that signs the replicas' certificates: without it anybody could be one")
 	r.required(t+"servername", p.ServerName,
 		"write the name that stands in the replicas' certificates, and in no other that ca signs")
@@ -56,7 +56,7 @@ func (c *Cloud) checkPeersSendNoHeader(r *report) {
 	for _, addr := range c.Peers.Addresses {
 		host, _, err := net.SplitHostPort(addr)
 		if err != nil {
-			continue // reported as bad already
+			continue // another check has reported the address
 		}
 		if ip, err := netip.ParseAddr(host); err == nil && c.Server.ProxyFrom.Permits(ip) {
 			r.add(serverTable+"proxyfrom", "the replica %s is in it, and a replica sends no PROXY header: "+

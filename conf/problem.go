@@ -31,7 +31,8 @@ func (p Problem) Error() string {
 	return b.String() + p.Text
 }
 
-// Problems is all problems of a configuration, in the order of the file. As an error it is never empty.
+// Problems are all problems of a configuration, in the order of the file. A function never returns empty Problems as
+// an error.
 type Problems []Problem
 
 // Error returns one problem per line.
@@ -52,15 +53,15 @@ func (ps Problems) Unwrap() []error {
 	return errs
 }
 
-// source maps keys to lines of the file. A nil source belongs to a value that was made by hand.
+// source maps keys to lines of a file. A nil source belongs to a Cloud or Edge that was not read from a file.
 type source struct {
 	file  string         // path of the file
 	lines map[string]int // by dotted key; a key that is missing in the file has no entry
 	// elsewhere has the lines of the file of forwards; nil: there is none.
 	elsewhere *source
 
-	settings Settings // of one mode, with the file of forwards
-	// For WithForwards: the tables of the file alone, and the environment.
+	settings Settings // the settings of one mode, with those of the file of forwards
+	// WithForwards needs these two: the tables of the main file, without the file of forwards, and the environment.
 	cloud *cloudTable
 	env   Env
 }
@@ -75,8 +76,8 @@ func (s *source) place(key string) (file string, line int) {
 
 // line returns the line of a key. For a missing key it returns the line of the nearest table above.
 func (s *source) line(key string) int {
-	// Cut the last part off until a known key remains. A quoted part may hold dots itself; its pieces are
-	// then cut one by one, and are no known keys.
+	// Cut off the last part until a known key remains. A quoted part may contain dots. Then the loop cuts off
+	// its pieces one by one, and finds no known key among them.
 	for key != "" {
 		if n := s.lines[key]; n > 0 {
 			return n
@@ -92,7 +93,7 @@ type report struct {
 	src      *source
 	problems Problems
 	warned   Problems
-	muted    map[string]bool // keys with a problem that makes further problems of them meaningless
+	muted    map[string]bool // keys whose first problem makes further problems of the key meaningless
 }
 
 // newReport returns an empty report. src gives each problem its line; nil: problems have no lines.

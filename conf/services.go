@@ -8,24 +8,24 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// CloudServices says which Services edges are told, and what they may reach, [mode.cloud.services].
+// CloudServices says which Services the cloud tells edges, and which endpoints edges may reach, [mode.cloud.services].
 type CloudServices struct {
-	On         bool     // whether the table is there
-	Namespaces []string // whose Services are told; nil: all
+	On         bool     // the file has the table
+	Namespaces []string // the cloud tells edges the Services of these namespaces; nil: of all
 	Cluster    bool     // edges may also reach endpoints that are not on edge nodes
-	Domain     string   // of the cluster, in lower case
+	Domain     string   // the cluster's domain, in lower case
 	Mirror     Mirror
 }
 
 // Mirror says how pods of the cluster reach Services of edge nodes, [mode.cloud.services.mirror].
 type Mirror struct {
 	First, Last uint16 // the ports that the cloud may open; both 0: off
-	Service     string // whose endpoints are the replicas
-	Namespace   string // of Service, and of the Lease
-	Identity    string // of this replica, in the election of the replica that writes
+	Service     string // the Service whose endpoints are the replicas
+	Namespace   string // the namespace of Service and of the Lease
+	Identity    string // the name of this replica in the election of the replica that writes
 }
 
-// On reports whether there is the table.
+// On reports whether the file has the table.
 func (m Mirror) On() bool { return m.First != 0 }
 
 const (
@@ -73,7 +73,7 @@ func newCloudServices(t *cloudServicesKeys, env Env, r *report) CloudServices {
 	return c
 }
 
-// portRange parses two ports with a '-' between. It reports a text that is none.
+// portRange parses two ports with a '-' between, such as 20000-20999. It reports any other text.
 func (r *report) portRange(key, text string) (first, last uint16) {
 	from, to, _ := strings.Cut(text, "-")
 	a, okA := parsePort(from)
@@ -115,10 +115,10 @@ func (c *Cloud) checkMirror(r *report) {
 	}
 }
 
-// defaultClusterDomain is that of kubelet and of kubeadm.
+// defaultClusterDomain is also the default of the kubelet and of kubeadm.
 const defaultClusterDomain = "cluster.local"
 
-// domain returns the domain of the cluster in a key, in lower case. It reports one that is none.
+// domain returns the cluster's domain in a key, in lower case. It reports a text that is not a domain.
 func (r *report) domain(key, text string) string {
 	domain := strings.ToLower(cmp.Or(strings.TrimSuffix(text, "."), defaultClusterDomain))
 	if _, err := tunnel.ParseNodeName(domain); err != nil { // a domain has the form of a node's name

@@ -12,25 +12,25 @@ import (
 	"github.com/BurntSushi/toml"
 )
 
-// Settings are the keys of one mode that have a value, by dotted key. A line of a table whose keys the
-// operator chooses, such as [mode.cloud.tcp], is a key of its own. Keys that are absent, 0 or "" mean the same,
-// and none of them is here.
+// Settings are the keys of one mode that have a value, by dotted key. Each line of a table whose keys the operator
+// chooses, such as [mode.cloud.tcp], counts as a key. Settings have no key whose value is 0 or "": such a key means the
+// same as a missing key.
 type Settings map[string]Setting
 
 // Setting is the value of a key.
 type Setting struct {
-	sum   [sha256.Size]byte // of the value in TOML, for comparison: no form of a Setting may show a secret
-	shown string            // the value in TOML; a secret is ***
+	sum   [sha256.Size]byte // SHA-256 of the value, for comparison: a Setting keeps no secret, so it cannot show one
+	shown string            // the value in TOML; *** for a secret
 }
 
-// String returns the value as in TOML. A secret is ***.
+// String returns the value in TOML; *** for a secret.
 func (s Setting) String() string { return s.shown }
 
 // Change is a key whose value differs between two files.
 type Change struct {
 	Key string `json:"key"`
-	Old string `json:"old,omitempty"` // as in TOML, secrets are ***; "": the key was absent
-	New string `json:"new,omitempty"` // the same; "": the key is absent
+	Old string `json:"old,omitempty"` // the value in TOML, *** for a secret; "": the key was absent
+	New string `json:"new,omitempty"` // the value in TOML, *** for a secret; "": the key is absent now
 }
 
 // String returns "key: old -> new".
@@ -44,7 +44,7 @@ func (c Change) String() string {
 	return c.Key + ": " + shown(c.Old) + " -> " + shown(c.New)
 }
 
-// Changes returns what differs in next, sorted by key.
+// Changes returns the keys whose values differ between s and next, sorted by key.
 func (s Settings) Changes(next Settings) []Change {
 	var all []Change
 	keys := maps.Clone(s)
@@ -60,10 +60,10 @@ func (s Settings) Changes(next Settings) []Change {
 	return all
 }
 
-// Settings returns the keys of the file, and of its file of forwards; nil: the value was made by hand.
+// Settings returns the keys of the file and of its file of forwards; nil: c was not read from a file.
 func (c *Cloud) Settings() Settings { return c.src.settingsOf() }
 
-// Settings returns the keys of the file; nil: the value was made by hand.
+// Settings returns the keys of the file; nil: e was not read from a file.
 func (e *Edge) Settings() Settings { return e.src.settingsOf() }
 
 func (s *source) settingsOf() Settings {
@@ -80,7 +80,7 @@ func settingsOf(path toml.Key, v any) Settings {
 	return all
 }
 
-// add adds the value of a key, or of the keys below it. is is the tag of the key.
+// add adds the value of a key. If the key is a table, it adds the keys of the table. is is the key's tag `is`.
 func (s Settings) add(key toml.Key, v reflect.Value, is string) {
 	if v.Kind() == reflect.Pointer {
 		if v.IsNil() {
@@ -90,7 +90,7 @@ func (s Settings) add(key toml.Key, v reflect.Value, is string) {
 			s.set(key, fmt.Sprint(v), "")
 			return
 		}
-		if v.Kind() == reflect.Struct { // a table that is there turns something on, even without keys
+		if v.Kind() == reflect.Struct { // the table itself turns a feature on, even without keys
 			s.set(key, "{}", "")
 		}
 	}
@@ -111,8 +111,8 @@ func (s Settings) add(key toml.Key, v reflect.Value, is string) {
 	}
 }
 
-// set records the value of a key, written in TOML. The parameter is, the tag of the key, decides whether
-// Setting.String hides the value.
+// set records the value of a key, written in TOML. is is the key's tag `is`, which decides whether the value
+// is a secret.
 func (s Settings) set(key toml.Key, value, is string) {
 	setting := Setting{sha256.Sum256([]byte(value)), value}
 	if is == "secret" || is == "proxy" && strings.Contains(value, "@") { // a proxy may have a password

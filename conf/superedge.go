@@ -1,11 +1,11 @@
 package conf
 
-// rule says what to do with a key that SuperEdge's tunnel has and this one does not. Exactly one field is
-// set.
+// rule says what to do with a key that SuperEdge's tunnel has and this program does not have. Exactly one
+// field is set.
 type rule struct {
 	rename string // our name for the key, in the same table; accepted with a warning
-	ignore string // why the key has no effect; a warning
-	refuse string // what to write instead; an error, since ignoring the key would change what is served
+	ignore string // why the key has no effect; accepted with this warning
+	refuse string // what to write instead; refused with this error, since without the key callers would miss something
 }
 
 // superEdgeRule returns the rule for a key, if there is one.
@@ -29,8 +29,8 @@ func superEdgeRules() map[string]rule {
 			"[mode.cloud.egress] httpconnect is what speaks HTTP CONNECT"
 		noProxy = "there is no such proxy here, and an edge dials nothing through the cloud: remove it"
 	)
-	// A key with another name here is renamed. Any other key is refused if ignoring it would change what is
-	// served, and else ignored.
+	// A key that has another name here is renamed. Any other key is refused if callers would miss something
+	// without it. Otherwise the key is ignored.
 	return map[string]rule{
 		server + "metricsport":   {ignore: onLogPort},
 		server + "metrics_port":  {ignore: onLogPort},

@@ -6,9 +6,9 @@ package conf
 // Every field has a tag with the name of its key. A field's type is the type of its value in TOML. A
 // pointer tells a missing key or table from an empty one.
 //
-// The other tags are for docs/configuration.md. The tag is says of a number, a text or a list which values
-// it may have: valueForms in reference_test.go explains each form, and "one of" is followed by the values
-// themselves. The tag from says that SuperEdge 0.2 to 0.8.0 has the same key.
+// The other tags are for docs/configuration.md. The tag `is` says which values a number, a text or a list may
+// have. Its value is a form, which valueForms in reference_test.go explains, or "one of" and the values
+// themselves. The tag `from` says that SuperEdge 0.2 to 0.8.0 has the same key.
 
 // tables is a whole file.
 type tables struct {
@@ -57,9 +57,10 @@ type cloudTable struct {
 		Callers     []callerKeys `toml:"callers"`
 		AllowFrom   []string     `toml:"allowfrom" is:"network"`
 		ProxyFrom   []string     `toml:"proxyfrom" is:"network"`
-		// nil: the key is missing, which is neither true nor false.
+		// nil if the key is missing: then the cloud asks Kubernetes only if another setting needs Kubernetes.
 		Kubernetes *bool `toml:"kubernetes"`
-		// [mode.cloud.https.addr]: port here = target on the edge.
+		// [mode.cloud.https.addr]: the key of a line is a port that the cloud opens, the value is the target that the
+		// edge dials.
 		Addr    map[string]string `toml:"addr" is:"host:port" from:"superedge"`
 		Kubelet struct {
 			Cert     string `toml:"cert" is:"path"`
@@ -70,12 +71,13 @@ type cloudTable struct {
 	} `toml:"https"`
 	Join   joinKeys   `toml:"join"`
 	Limits limitsKeys `toml:"limits"`
-	// [mode.cloud.tcp]: address to listen on = target. The keys of the other three are the same addresses.
+	// [mode.cloud.tcp]: the key of a line is the address to listen on, the value is the target. The next three tables
+	// have the same addresses as keys.
 	TCP          map[string]string   `toml:"tcp" is:"target" from:"superedge"`
 	TCPAllow     map[string][]string `toml:"tcpallow" is:"network"`
 	TCPProxyFrom map[string][]string `toml:"tcpproxyfrom" is:"network"`
 	TCPSendProxy map[string]string   `toml:"tcpsendproxy" is:"one of v1 v2"`
-	// [mode.cloud.udp] and [mode.cloud.udpallow]: the first two for datagrams.
+	// [mode.cloud.udp] and [mode.cloud.udpallow] are like tcp and tcpallow, for datagrams.
 	UDP      map[string]string   `toml:"udp" is:"target"`
 	UDPAllow map[string][]string `toml:"udpallow" is:"network"`
 	Egress   egressKeys          `toml:"egress"`
@@ -104,7 +106,8 @@ type callerKeys struct {
 
 // dnsKeys is [mode.cloud.stream.dns].
 type dnsKeys struct {
-	// true: Kubernetes is not used, and its keys are ignored. The name of the key is SuperEdge's.
+	// With true, the cloud does not use Kubernetes for names, and ignores the keys about Kubernetes. The name of the key
+	// is SuperEdge's.
 	Debug     bool   `toml:"debug" from:"superedge"`
 	ConfigMap string `toml:"configmap" is:"name" from:"superedge"`
 	Hosts     string `toml:"hosts" is:"path" from:"superedge"`
@@ -131,7 +134,7 @@ type joinKeys struct {
 	AnyNode         bool     `toml:"anynode"`
 }
 
-// limitsKeys is [mode.cloud.limits]. TestLimitForms checks that each form is what limits.go reads.
+// limitsKeys is [mode.cloud.limits]. TestLimitForms checks that limits.go reads each key in the form of its tag `is`.
 type limitsKeys struct {
 	Joining             int `toml:"joining" is:"number"`
 	JoiningPerAddress   int `toml:"joiningperaddress" is:"number"`
@@ -171,7 +174,7 @@ type egressKeys struct {
 	Strategies   []string `toml:"strategies" is:"one of destHost cidr defaultRoute default"`
 	DefaultNodes []string `toml:"defaultnodes" is:"name"`
 	Kubernetes   bool     `toml:"kubernetes"`
-	// Metrics also under the names of Konnectivity's server.
+	// With true, the cloud also exports metrics under the names of Konnectivity's server.
 	OldMetrics bool     `toml:"konnectivitymetrics"`
 	AgentPort  int      `toml:"agentport" is:"port"`
 	ProxyFrom  []string `toml:"proxyfrom" is:"network"`
@@ -238,7 +241,7 @@ type edgeTable struct {
 		TokenFile string   `toml:"tokenfile" is:"path"`
 	} `toml:"konnectivity"`
 	CNI      *cniKeys          `toml:"cni"`      // nil: the table is missing, so the feature is off
-	Services *edgeServicesKeys `toml:"services"` // nil: as of CNI
+	Services *edgeServicesKeys `toml:"services"` // nil: the table is missing, so the feature is off
 	Admin    struct {
 		Socket string `toml:"socket" is:"path"`
 	} `toml:"admin"`

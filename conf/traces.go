@@ -7,17 +7,18 @@ import (
 
 // Traces configures the traces of a cloud, [mode.cloud.traces].
 type Traces struct {
-	Endpoint   string // URL to which spans are posted by OTLP over HTTP; "": off
-	PerMillion int    // of a million conns without a trace of their caller, how many begin one
+	Endpoint   string // URL to which the cloud sends spans by OTLP over HTTP; "": off
+	PerMillion int    // how many of a million conns begin a trace, if their callers have sent no trace context
 }
 
 const (
 	cloudTracesTable = "mode.cloud.traces."
-	// tracesPath is where collectors take traces by OTLP over HTTP.
+	// tracesPath is the path at which collectors receive traces by OTLP over HTTP.
 	tracesPath = "/v1/traces"
 )
 
-// collector returns the URL to which spans are posted, for the key endpoint of a table. "" is off.
+// collector returns the URL to which the process sends spans, for text, the value of the key endpoint of a table. "":
+// off.
 func (r *report) collector(table, text string) string {
 	if text == "" {
 		return ""
