@@ -199,8 +199,8 @@ func (c *CloudCAs) Adopt(
 	return next, left, nil
 }
 
-// follows reports whether the CA at index i stays although the cloud does not tell it. It stays if successions lead from
-// the CA at index signer to it. It also stays if it has no succession: then the operator has configured it.
+// follows reports whether the CA at index i stays although the cloud does not tell it. The CA stays if successions lead
+// from the CA at index signer to it. It also stays if it has no succession: then the operator has configured it.
 func (c *CloudCAs) follows(i, signer int, now time.Time) bool {
 	if !slices.ContainsFunc(c.successions, func(s *x509.Certificate) bool { return isSameCA(s, c.cas[i]) }) {
 		return true

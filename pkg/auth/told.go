@@ -30,8 +30,8 @@ const (
 	maxTold    = 128 << 10 // the longest file of a Told, in bytes
 )
 
-// Told keeps what an edge has accepted from its cloud: CAs, and further addresses of the cloud. It stores them in a file
-// beside the edge's certificate.
+// Told keeps what an edge has accepted from its cloud: CAs, and further addresses of the cloud. It stores both in a
+// file beside the edge's certificate.
 //
 // The configuration takes precedence. If the operator changes the CAs in the configuration, the file no longer counts.
 // The edge uses the addresses of the configuration beside the addresses of the file.
