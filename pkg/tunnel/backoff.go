@@ -23,7 +23,8 @@ const (
 	BackoffRefusedMax = 5 * time.Minute
 )
 
-// Next returns how long to wait after a failure that is no refusal: less than limit, which replaces BackoffMax.
+// Next returns how long to wait after a failure that is no refusal. The wait is shorter than limit, which takes the
+// place of BackoffMax.
 func (b *Backoff) Next(limit time.Duration) time.Duration {
 	b.bound = min(max(2*b.bound, BackoffMin), limit)
 	return rand.N(b.bound) //nolint:gosec // jitter is no secret

@@ -6,10 +6,10 @@ import (
 	"time"
 )
 
-// Certificate is what an operator sees of a certificate.
+// Certificate describes a certificate for operators.
 type Certificate struct {
-	Name   string // of the subject, as CAName or the common name
-	Signer string // the CA that signed it, as CAName
+	Name   string // the subject: CAName of a CA, else the common name
+	Signer string // CAName of the CA that signed the certificate
 	Serial string // hexadecimal
 	Starts time.Time
 	Ends   time.Time
@@ -22,7 +22,7 @@ func CertificateOf(c *x509.Certificate) Certificate {
 		name = CAName(name, c.SubjectKeyId)
 	}
 	key := c.AuthorityKeyId
-	if len(key) == 0 && c.IsCA { // it may have signed itself
+	if len(key) == 0 && c.IsCA { // a CA that signed itself may leave this id out
 		key = c.SubjectKeyId
 	}
 	return Certificate{
@@ -32,7 +32,7 @@ func CertificateOf(c *x509.Certificate) Certificate {
 }
 
 // CAName names a CA: its common name, with the start of its key's identifier (RFC 5280 section 4.2.1.2).
-// The successor of a CA often has the same common name.
+// The identifier is needed because the successor of a CA often has the same common name.
 func CAName(common string, key []byte) string {
 	if len(key) == 0 {
 		return common

@@ -20,7 +20,7 @@ func (c *Change) Next() <-chan struct{} {
 	return c.next
 }
 
-// Notify wakes everybody who waits.
+// Notify closes the channel of Next, which wakes all waiting goroutines.
 func (c *Change) Notify() {
 	if c.next != nil {
 		close(c.next)

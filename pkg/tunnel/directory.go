@@ -23,8 +23,8 @@ type Directory struct {
 	mu       sync.RWMutex          // guards the following
 	sessions map[NodeName]*Session // at most one per node: the newest
 	changed  Change                // a node connects, disconnects, or gets another session
-	expected map[NodeName]struct{} // see Expect; nil: none
-	late     time.Time             // when expected ends
+	expected map[NodeName]struct{} // nodes that are about to connect, see Expect; nil: none
+	late     time.Time             // after late, no node counts as expected
 }
 
 // SessionWatcher is told of the sessions of a Directory, in the order of the changes. The Directory calls it
@@ -59,7 +59,7 @@ func (d *Directory) AttachUnless(s *Session, keep func(*Session) bool) (ok bool)
 	return true
 }
 
-// attachLocked is Attach. The caller holds mu.
+// attachLocked is Attach for a caller that holds mu.
 func (d *Directory) attachLocked(s *Session) (replaced *Session) {
 	if d.sessions == nil {
 		d.sessions = make(map[NodeName]*Session)
@@ -97,8 +97,8 @@ func (d *Directory) Changed() <-chan struct{} {
 	return d.changed.Next()
 }
 
-// Expect lets dials to these nodes wait for their sessions, until late: the nodes are about to connect. Until then,
-// Holds is true for them.
+// Expect says that these nodes are about to connect. Until late, dials to them wait for their sessions, and Holds
+// returns true for them.
 func (d *Directory) Expect(nodes []NodeName, late time.Time) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -130,8 +130,8 @@ func (d *Directory) Missing() (n int) {
 	return n
 }
 
-// await waits for the session of a node; "": of any node that among chooses. It returns at once if no such node is
-// expected.
+// await waits until node has a session. If node is "", it waits until any node that among chooses has one. It returns
+// at once if no such node is expected, and at the latest when nodes are no longer expected.
 func (d *Directory) await(ctx context.Context, node NodeName, among Selector) {
 	for {
 		d.mu.Lock()
@@ -150,8 +150,8 @@ func (d *Directory) await(ctx context.Context, node NodeName, among Selector) {
 	}
 }
 
-// comesLocked reports whether a node is expected and has no session; "": whether no node that among chooses has one,
-// and one is expected. The caller holds mu.
+// comesLocked reports whether await has to wait: node is expected and has no session. If node is "": among chooses an
+// expected node, and no node with a session. The caller holds mu.
 func (d *Directory) comesLocked(node NodeName, among Selector) bool {
 	if node != "" {
 		_, comes := d.expected[node]
@@ -200,7 +200,7 @@ func (d *Directory) Lookup(n NodeName) *Session {
 	return d.sessions[n]
 }
 
-// Holds reports whether n has a session.
+// Holds reports whether n has a session, or is expected to connect.
 func (d *Directory) Holds(n NodeName) bool { return d.Lookup(n) != nil || d.expects(n) }
 
 // ServesServices reports whether n has a session now, and if so whether its edge serves Services of the cluster.

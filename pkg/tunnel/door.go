@@ -34,7 +34,8 @@ const ResultInvalid = "bad-request"
 
 const numBounds = 8
 
-// doorBounds are the upper bounds of the buckets of DoorCounters: from a node nearby to a dial's timeout.
+// doorBounds are the upper bounds of the histogram buckets of DoorCounters: from the time of a dial to a node nearby to
+// the timeout of a dial.
 func doorBounds() [numBounds]time.Duration {
 	return [...]time.Duration{
 		2 * time.Millisecond, 5 * time.Millisecond, 25 * time.Millisecond, 100 * time.Millisecond,

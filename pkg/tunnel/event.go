@@ -12,16 +12,16 @@ const (
 	EventIssue       EventKind = "issue"        // a node has got its first certificate
 	EventRenew       EventKind = "renew"        // a node has got another certificate
 	EventToken       EventKind = "token"        // the token file has a new token of a node
-	EventTokenGone   EventKind = "token-gone"   // the token file lacks a token that it had
+	EventTokenGone   EventKind = "token-gone"   // a token of a node is gone from the token file
 	EventRevoke      EventKind = "revoke"       // the token file revokes a node
-	EventRevokeGone  EventKind = "revoke-gone"  // the token file no longer revokes what it did
+	EventRevokeGone  EventKind = "revoke-gone"  // a line that revokes a node is gone from the token file
 	EventTokenCreate EventKind = "token-create" // an operator has run tunnel token create
 	EventTokenRevoke EventKind = "token-revoke" // an operator has run tunnel token revoke
 	EventReload      EventKind = "reload"       // the cloud has read its configuration again, or forwards have changed
 	EventExec        EventKind = "exec"         // a terminated request to run a command in a pod
 	EventAttach      EventKind = "attach"       // a terminated request to attach to a container
 	EventPortForward EventKind = "port-forward" // a terminated request to reach a port of a pod
-	EventRequest     EventKind = "request"      // any other terminated request; the tap alone is shown these
+	EventRequest     EventKind = "request"      // any other terminated request; only the tap shows this kind
 	EventHTTPS       EventKind = "https"        // a connection that was passed through; its content is not known
 	EventTCP         EventKind = "tcp"          // a conn of a TCP port
 	EventUDP         EventKind = "udp"          // a flow of a UDP port
@@ -39,14 +39,14 @@ type Event struct {
 	Kind   EventKind `json:"event"`
 	Result string    `json:"result"`           // [ResultOK], or the name of a Code
 	Node   NodeName  `json:"node,omitempty"`   // the node that joined, or that was reached
-	Nodes  string    `json:"nodes,omitempty"`  // of a token for several nodes: the pattern of their names
+	Nodes  string    `json:"nodes,omitempty"`  // if a token is for several nodes: the pattern of their names
 	Caller string    `json:"caller,omitempty"` // common name of the caller's certificate; its address; "unix"; "node NAME"
 	Remote string    `json:"remote,omitempty"` // address of the peer
 	Door   string    `json:"frontend,omitempty"`
 	Target string    `json:"target,omitempty"` // host:port that the edge dials
 	Method string    `json:"method,omitempty"`
-	// Path is that of a request, without the query, which may hold secrets; that of an endpoint; or the address of
-	// a Service that a caller of egress has asked for, host:port.
+	// Path is the path of a request, without its query, which may hold secrets. For an endpoint of a Service, it is
+	// the endpoint's path. For a caller of egress, it is the host:port of the Service that the caller asked for.
 	Path   string `json:"path,omitempty"`
 	Status int    `json:"status,omitempty"`
 	// Sent went to the target and Received came from it, both in bytes of payload.
@@ -58,13 +58,13 @@ type Event struct {
 	Token    string  `json:"token,omitempty"`
 	Changes  string  `json:"changes,omitempty"` // of a reload, as tunnel reload prints them
 	Err      string  `json:"err,omitempty"`
-	// Skipped is how many events of this kind were left out since the last one. It is only in events that strangers
-	// can cause, which are limited.
+	// Skipped is how many events of this kind were left out since the last one. Only events that strangers can cause
+	// are limited, and may have Skipped.
 	Skipped int `json:"skipped,omitempty"`
 }
 
-// Trail takes the events of the audit. A nil Trail takes none: code that has to prepare an event asks for
-// nil first, so that the audit costs nothing while it is off. A Trail may be called by any goroutine.
+// Trail takes the events of the audit. A nil Trail means that the audit is off: code checks for nil before it
+// prepares an event, so that an audit that is off costs nothing. Any goroutine may call a Trail.
 type Trail func(Event)
 
 // Record hands e to the trail, if there is one.

@@ -16,11 +16,11 @@ const GracePeriod = 25 * time.Second
 // quietTime is the last part of a grace period, in which Splice ends a connection at a quiet moment.
 const quietTime = 10 * time.Second
 
-// graceEnd is when the grace period of a context is over, in Unix nanoseconds. It is 0 until the context
-// that Grace got is done.
+// graceEnd is the time at which a grace period ends, in Unix nanoseconds. It is 0 before the grace period
+// begins: until the context that was passed to Grace is done.
 type graceEnd struct{ at atomic.Int64 }
 
-// graceKey is the key of a context's *graceEnd.
+// graceKey is the key under which a context of Grace holds its *graceEnd. Splice looks the graceEnd up.
 type graceKey struct{}
 
 // left returns how long the grace period still lasts. ok is false before it has begun.
@@ -32,8 +32,8 @@ func (g *graceEnd) left(now time.Time) (left time.Duration, ok bool) {
 	return time.Duration(at - now.UnixNano()), at != 0
 }
 
-// Stopping is the cause of a context's end if the process was asked to stop before that. The time in between is part of
-// the grace period, because Kubernetes' 30 s begin with it.
+// Stopping is the cause of a context that ends some time after the process was asked to stop, at Since. The grace period
+// counts from Since, because the 30 s of Kubernetes begin at the request to stop.
 type Stopping struct{ Since time.Time }
 
 // Error implements error.
@@ -50,14 +50,14 @@ func GraceLeft(ctx context.Context, d time.Duration) time.Duration {
 	return d
 }
 
-// Grace returns a context for work that may outlive ctx. The returned context has the
-// values of ctx. It is done d after ctx is done, see also Stopping, or when cancel is called. In the last quietTime
-// before that, Splice ends the connections that are silent, see watchdog.look.
+// Grace returns a context for work that may outlive ctx. The returned context has the values of ctx. It is done when
+// cancel is called, or d after ctx is done; the time since Stopping.Since counts as part of d. In the last quietTime
+// of d, Splice ends silent connections, see watchdog.look.
 func Grace(ctx context.Context, d time.Duration) (graced context.Context, cancel context.CancelFunc) {
 	return GraceFunc(ctx, func() time.Duration { return GraceLeft(ctx, d) })
 }
 
-// GraceFunc is Grace with a duration that is known only when ctx is done. Then left returns it.
+// GraceFunc is like Grace, for a duration that is known only when ctx is done: it calls left at that moment.
 func GraceFunc(
 	ctx context.Context, left func() time.Duration,
 ) (graced context.Context, cancel context.CancelFunc) {

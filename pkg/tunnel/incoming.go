@@ -12,11 +12,11 @@ import (
 type Incoming struct {
 	*Message
 	From *Session // the session that the message came by; its Node is the sender
-	Way  Way      // the way that an open came; nil at the side that sends opens and serves none
+	Way  Way      // how an open came; nil at the side that only sends opens, such as the cloud
 }
 
-// Way is the way that an open came to the edge: the control stream, or a data connection. The answer
-// takes the same way. A replica that has joined another replica serves opens as an edge does.
+// Way is how an open came to the edge: by the control stream, or by a data connection. The answer takes
+// the same way. A replica that has joined another replica serves opens as an edge does.
 type Way interface {
 	// ServeOpen answers the open in as [Incoming.Serve] says.
 	ServeOpen(in *Incoming, dial DialFunc) error

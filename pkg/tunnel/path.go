@@ -6,7 +6,7 @@ import "net/netip"
 // may have several.
 type Path struct{ Local, Remote netip.AddrPort }
 
-// CountPaths returns how many of the sessions have Multipath TCP, and how many paths these have.
+// CountPaths returns how many of the sessions have Multipath TCP, and how many paths these sessions have in all.
 func CountPaths(all []*Session) (sessions, paths int) {
 	for _, s := range all {
 		if s.Paths == nil {

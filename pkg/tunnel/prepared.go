@@ -1,13 +1,13 @@
 package tunnel
 
-// Prepared is a change of a module while it runs. Everything that can fail has been done, and nothing has
-// taken effect. The owner calls either Commit or Abort, once.
+// Prepared is a change of a running module. All steps that can fail have succeeded, but none has taken
+// effect yet. The owner calls either Commit or Abort, once.
 type Prepared struct {
 	Commit func()
 	Abort  func()
 }
 
-// PreparedAll is several changes as one.
+// PreparedAll joins several changes into one.
 type PreparedAll []Prepared
 
 // Commit lets all changes take effect, in their order.

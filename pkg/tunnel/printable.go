@@ -9,7 +9,7 @@ import (
 // of a peer cannot move the cursor of a terminal, or begin another line of a log.
 func Printable(s string) string {
 	return strings.Map(func(r rune) rune {
-		if r == 0xFFFD || !strconv.IsPrint(r) { // 0xFFFD: no UTF-8
+		if r == 0xFFFD || !strconv.IsPrint(r) { // 0xFFFD stands for bytes that are not UTF-8
 			return '?'
 		}
 		return r

@@ -50,7 +50,7 @@ type Queue struct {
 	sources  map[origin]*source // sources that have waiters
 	turns    list.List          // of *source; the front source has the next turn
 	waiting  int                // waiters of all sources
-	// minDialsFree is how much of Dials must be free before any waiter that Dials kept out can
+	// minDialsFree is how much of Dials must be free before any waiter that waits for Dials can
 	// get in.
 	minDialsFree int
 	rateLimited  bool        // Take has refused the next waiter; tickLocked clears it
@@ -78,7 +78,7 @@ const (
 	// newTargetOpens is how many unanswered opens a target may have before its first answer.
 	newTargetOpens = 2
 	// maxIdleTargets is how many targets without opens are remembered, or twice Dials if that is
-	// more.
+	// more. The share of such a target depends on whether it answered its earlier opens.
 	maxIdleTargets = 1024
 )
 
@@ -302,8 +302,9 @@ func (q *Queue) settleLocked(w *waiter, refusal *Refusal) {
 	q.setIdleLocked(w.target)
 }
 
-// setIdleLocked moves t to the idle targets if it has no opens and no waiters, and evicts one
-// idle target if there are too many. Targets that never answered are evicted first.
+// setIdleLocked moves t to the idle targets if it has no opens and no waiters. The queue remembers idle
+// targets because shareLocked gives a smaller share to a target that did not answer. If there are too
+// many idle targets, setIdleLocked evicts one, first one that never answered.
 func (q *Queue) setIdleLocked(t *target) {
 	switch {
 	case t.n > 0 || t.waiting > 0 || t.idle != nil:
@@ -312,7 +313,7 @@ func (q *Queue) setIdleLocked(t *target) {
 		t.idle = q.idle.PushBack(t)
 	case t.fellSilent:
 		t.idle = q.idle.PushFront(t)
-	default: // nothing is known about it
+	default: // the target never answered and never fell silent: there is nothing to remember
 		delete(q.targets, t.addr)
 	}
 	if q.idle.Len() > max(maxIdleTargets, 2*q.Dials) {

@@ -7,8 +7,8 @@ import (
 )
 
 const (
-	maxRefusals    = 100 // that Refusals keeps
-	maxRefusalText = 300 // bytes of each text of a refusal: a caller chooses names and paths
+	maxRefusals    = 100 // how many events Refusals keeps
+	maxRefusalText = 300 // bytes kept of each text in an event, since callers choose names and paths
 )
 
 // Refusals keeps the last events whose result is not [ResultOK], for the status page. The zero value is ready to use.
@@ -41,8 +41,8 @@ func (r *Refusals) Record(e Event) {
 	r.next = (r.next + 1) % maxRefusals
 }
 
-// beginning returns the first maxRefusalText bytes of a text, as a copy: a text may be a part of a longer one, such as
-// a request line, which it would keep in memory.
+// beginning returns a copy of the first maxRefusalText bytes of a text. Without the copy, a text that is part of a
+// longer string, such as a request line, would keep the whole string in memory.
 func beginning(text string) string {
 	if len(text) > maxRefusalText {
 		return strings.ToValidUTF8(text[:maxRefusalText], "") + "…"

@@ -16,7 +16,7 @@ type Repeats struct {
 
 // repeated is a line that was logged.
 type repeated struct {
-	text    string // without digits: a port differs each time
+	text    string // without digits, since ports in it differ each time
 	next    time.Time
 	every   time.Duration // the interval that ends at next
 	skipped int           // since the last logged one
@@ -58,8 +58,8 @@ func (r *Repeats) Allow(text string) (skipped int, ok bool) {
 	return 0, true
 }
 
-// isFullLocked reports whether a new text has no place. It makes room among the texts that have not come for long.
-// The caller holds mu.
+// isFullLocked reports whether there is no room for a new text, after it has forgotten the texts that were not
+// repeated for long. The caller holds mu.
 func (r *Repeats) isFullLocked(text string, now time.Time) bool {
 	known := func(k *repeated) bool { return k.text == text }
 	if len(r.kinds) < repeatKinds-1 || slices.ContainsFunc(r.kinds, known) {

@@ -24,8 +24,8 @@ type Session struct {
 	// Services: the peer serves Services of the cluster. Set once.
 	Services bool
 
-	// Paths returns the paths of the session's own connection, if that has Multipath TCP and so may have
-	// several, or none for a while. nil, or a nil result: it has not. Set once.
+	// Paths returns the paths of the session's own connection, if this connection uses Multipath TCP. There may be
+	// several paths, or none for a while. If Paths or its result is nil, the connection uses plain TCP. Set once.
 	Paths func() []Path
 
 	// Set once, at the cloud only.
@@ -43,13 +43,13 @@ type Session struct {
 	// Sessions of edges do not set Leaving: they refuse dials by themselves.
 	Leaving atomic.Bool
 	Traffic Traffic
-	// CertificateEnds is when the certificate that proves the node ends, in seconds since 1970. 0: another
-	// proof, or the side that joined.
+	// CertificateEnds is when the node's certificate ends, in seconds since 1970. It is 0 if another proof than a
+	// certificate opened the session, and at the side that joined.
 	CertificateEnds atomic.Int64
-	// Certificate describes that certificate; nil: as for CertificateEnds.
+	// Certificate describes the node's certificate; nil if CertificateEnds is 0.
 	Certificate atomic.Pointer[Certificate]
-	// EndedBecause says in words why the session has ended; nil before. The transport stores it before the
-	// session leaves the Directory. nil for a konnectivity agent.
+	// EndedBecause says in words why the session has ended; nil while it lives, and always nil for a konnectivity
+	// agent. The transport stores the text before the session leaves the Directory.
 	EndedBecause atomic.Pointer[string]
 }
 

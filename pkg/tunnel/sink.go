@@ -2,8 +2,8 @@ package tunnel
 
 import "time"
 
-// Sink takes what becomes of the callers of a front door, and feeds all that tells of them: the counters of the
-// front door, the audit, the tap, the last refusals and the traces. For each caller a front door makes a [Visit]:
+// Sink is told what becomes of each caller of a front door. It feeds the counters of the front door, the audit, the
+// tap, the last refusals and the traces. For each caller a front door makes a [Visit]:
 //
 //	v := sink.Arrived(counts)
 //	c, err := dial()
@@ -15,8 +15,8 @@ import "time"
 //	sent, received, err := Splice(ctx, caller, c)
 //	v.Ended(sent, received, err, who)
 //
-// who describes the caller. It runs only if anybody wants to know, so that a conn costs nothing more while nobody
-// does. The zero Sink feeds the counters alone.
+// who returns an event that describes the caller. The Visit calls who only if the event goes anywhere, so that a conn
+// costs less while the other parts are off. The zero Sink feeds the counters alone.
 type Sink struct {
 	Audit    Trail     // takes an event of each conn that has ended or was refused; nil: off
 	Tap      Tap       // is shown each conn when it opens and when it ends; nil: off
@@ -50,7 +50,8 @@ func (s *Sink) Shows(phase Phase) bool {
 	return s.Watched() || phase == PhaseRefused && s.Refusals != nil
 }
 
-// Show shows an event to all but the audit: to the tap if somebody watches, and a refusal to the last refusals.
+// Show shows an event to the tap, if somebody watches the tap. It also adds a refusal to the last refusals. The audit
+// does not get the event.
 func (s *Sink) Show(phase Phase, e Event) {
 	if !s.Shows(phase) {
 		return
@@ -66,8 +67,8 @@ func (s *Sink) Show(phase Phase, e Event) {
 	}
 }
 
-// Deny records a caller that was turned away at once. Strangers can cause such events, so the front door limits them,
-// and counts all of them itself.
+// Deny records a caller that was turned away at once, in the audit, the tap and the last refusals. Strangers can cause
+// such events. So the front door calls Deny at a limited rate, and counts these callers itself.
 func (s *Sink) Deny(e Event) {
 	s.Audit.Record(e)
 	s.Show(PhaseRefused, e)
@@ -128,7 +129,7 @@ func (v *Visit) Refused(err error, who func() Event) {
 	v.Failed(err, who)
 }
 
-// Failed is Refused without the count, for a caller that gets another answer afterwards, which counts.
+// Failed is Refused without the count. It is for a caller whose later answer is counted instead.
 func (v *Visit) Failed(err error, who func() Event) {
 	v.end(PhaseRefused, ResultOf(err), TextOf(err), 0, 0, who)
 }

@@ -27,7 +27,7 @@ type Tracer struct {
 // SpanName says what a span is.
 type SpanName string
 
-// The spans of a conn. docs/traces.md says which is whose parent.
+// The spans of a conn. docs/traces.md says which span is the parent of which.
 const (
 	SpanConn  SpanName = "tunnel.conn"  // a conn, from the arrival of its caller to its end
 	SpanOpen  SpanName = "tunnel.open"  // asking the other end of a session to dial
@@ -58,8 +58,8 @@ type TraceContext struct {
 	State   string // the header tracestate, for systems that record the trace; "": none
 }
 
-// Begin begins the span of a conn, whose caller has sent the context parent; nil: it has sent none. Begin returns
-// nil if the conn is not traced: the caller does not record its trace, or chance has not chosen the conn.
+// Begin begins the span of a conn. parent is the context that the caller has sent; nil: none. Begin returns nil
+// if the conn is not traced: the caller does not record its trace, or chance has not chosen the conn.
 func (t *Tracer) Begin(parent *TraceContext) *Span {
 	if parent != nil {
 		return t.Child(SpanConn, parent)
@@ -91,7 +91,7 @@ func newSpanID() (id [8]byte) {
 	return id
 }
 
-// Context returns what identifies s to its children; nil: s is nil.
+// Context returns the context that children of s need; nil if s is nil.
 func (s *Span) Context() *TraceContext {
 	if s == nil {
 		return nil
@@ -108,12 +108,12 @@ func (s *Span) End(e Event) {
 	s.tracer.Take(s)
 }
 
-// maxTraceState is the longest tracestate that is kept, in bytes. Systems must keep at least so much of it (W3C
-// Trace Context, section 3.3.1.5).
+// maxTraceState is the longest tracestate that is kept, in bytes. W3C Trace Context, section 3.3.1.5, asks systems to
+// keep at least this much.
 const maxTraceState = 512
 
-// ParseTraceContext parses the headers traceparent and tracestate. It returns nil if traceparent is not valid. A
-// tracestate that is too long, or is no printable ASCII, is left out.
+// ParseTraceContext parses the headers traceparent and tracestate. It returns nil if traceparent is not valid. It
+// ignores a tracestate that is too long or is not printable ASCII.
 func ParseTraceContext(parent, state string) *TraceContext {
 	// Version 00 is version-trace-span-flags: 2, 32, 16 and 2 hexadecimal digits. A later version may append a dash
 	// and more.
@@ -133,7 +133,7 @@ func ParseTraceContext(parent, state string) *TraceContext {
 	}
 	c.Sampled = flags[0]&1 != 0
 	if len(state) <= maxTraceState && !strings.ContainsFunc(state, func(r rune) bool { return r < ' ' || r > '~' }) {
-		c.State = strings.Clone(state) // it may be a part of a long text
+		c.State = strings.Clone(state) // without the clone, state could keep a longer string in memory
 	}
 	return &c
 }

@@ -272,11 +272,11 @@ func endedByLoss(src net.Conn, own, back *direction) bool {
 			defer late.Stop()
 			for _, c := range []chan struct{}{back.done, back.passed} {
 				if IsClosed(back.done) && !back.copiedAll() {
-					break // back has got an error, and passes no clean end on
+					break // back has got an error, and will not pass on a clean end
 				}
 				select {
 				case <-c:
-				case <-late.C: // once only
+				case <-late.C: // this can happen once: late does not fire again
 					return own.dog.hasLost(own)
 				}
 			}
@@ -298,7 +298,7 @@ func isLost(err error) bool {
 // lookInterval.
 type watchdog struct {
 	resetBoth func()       // set once
-	end       *graceEnd    // of Splice's ctx; nil: it has none; set once
+	end       *graceEnd    // the end of ctx's grace period; nil: ctx is not from Grace; set once
 	target    answerer     // nil: neither conn is one of the tunnel; set once
 	both      []*direction // set by start, before any other call
 
@@ -348,10 +348,10 @@ func (w *watchdog) stop() {
 }
 
 // look asks the kernel whether either socket is lost. While the process stops, it also looks for a
-// quiet moment: a conn ends now if its caller has all that the target has sent, and nothing has come
-// from either for a quarter of the time that is left. The end of the grace period would cut it anyway,
-// maybe in the middle of an answer. Callers such as kube-apiserver keep conns for later requests, and
-// pass half of an answer on as if it were whole.
+// quiet moment. A conn ends now if its caller has all bytes of the target, and neither side has sent a
+// byte for a quarter of the time that is left. At the end of the grace period the conn would be reset
+// anyway, perhaps in the middle of an answer. Callers such as kube-apiserver keep conns for later
+// requests, and pass half of an answer on as if it were whole.
 func (w *watchdog) look() {
 	if w.lookAgain() {
 		w.resetBoth()
@@ -387,7 +387,7 @@ func (w *watchdog) lookAgain() (quiet bool) {
 func (w *watchdog) unackedLocked() (some bool) {
 	for _, d := range w.both {
 		if d.src != nil {
-			_ = d.src.Control(func(fd uintptr) { some = some || unacked(fd) > 0 }) // A closed socket has none.
+			_ = d.src.Control(func(fd uintptr) { some = some || unacked(fd) > 0 }) // a closed socket has no such bytes
 		}
 	}
 	return some
@@ -534,14 +534,14 @@ func ResetBehind(c net.Conn) {
 	Reset(c)
 }
 
-// onReset registers f to be called when c is aborted, if c is a tunnel conn.
+// onReset makes a tunnel conn c call f when c is aborted. For other conns it does nothing.
 func onReset(c net.Conn, f func()) {
 	if r, ok := c.(interface{ OnReset(f func()) }); ok {
 		r.OnReset(f)
 	}
 }
 
-// onStop registers f to be called when the peer of c takes no more bytes, if c is a tunnel conn.
+// onStop makes a tunnel conn c call f when its peer takes no more bytes. For other conns it does nothing.
 func onStop(c net.Conn, f func()) {
 	if s, ok := c.(interface{ OnStop(f func()) }); ok {
 		s.OnStop(f)
