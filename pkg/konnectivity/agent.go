@@ -21,10 +21,10 @@ import (
 // AgentConfig configures an [Agent].
 type AgentConfig struct {
 	Servers     []string           // proxy-servers or their load balancers, tls://host:port
-	TLS         func() *tls.Config // CAs and our certificate, read at each attempt; gRPC adds the name
+	TLS         func() *tls.Config // CAs and our certificate, read at each attempt; gRPC adds the server's name
 	Token       oauth2.TokenSource // asked at each attempt; nil: the certificate authenticates us
 	Node        tunnel.NodeName    // our agent id
-	Identifiers string             // what we reach, besides our name; see [ParseIdentifiers]
+	Identifiers string             // what this node reaches, besides its name; see [ParseIdentifiers]
 	Dial        tunnel.DialFunc    // dials targets, and decides which are allowed
 	Budget      tunnel.Budget
 	Counters    *tunnel.Counters
@@ -37,7 +37,7 @@ type AgentConfig struct {
 type Agent struct {
 	// Set once.
 	cfg         AgentConfig
-	identifiers string // of cfg, with the name of the node added
+	identifiers string // cfg.Identifiers, with the name of the node added
 	log         *slog.Logger
 	grace       time.Duration // how long conns may go on after Run's ctx is done
 	quiet       time.Duration // quietPeriod; tests shorten it
@@ -121,12 +121,12 @@ type endpoint struct {
 	// Set once.
 	agent *Agent
 	url   string          // an entry of AgentConfig.Servers
-	conns context.Context // of the conns; outlives the context of run by the grace period
+	conns context.Context // context of the conns; it ends a grace period after the context of run
 	lost  chan struct{}   // signals run that a server has been lost; capacity 1, so that signals merge
 
 	mu      sync.Mutex      // guards the following
 	servers map[string]bool // joined servers, by id
-	want    int             // how many servers there are behind the address, as the last joined server has said
+	want    int             // how many servers are behind the address, as the server that joined last has said
 }
 
 const (
@@ -169,7 +169,7 @@ func (e *endpoint) run(ctx context.Context) {
 			log.Info("proxy-server joined", "id", s.server, "servers", s.count)
 			live.Go(func() {
 				why := e.agent.guard("the stream ends", func() error { return s.serve(ctx) })
-				s.end(why) // it has no effect unless serve has panicked: serve ends the stream itself
+				s.end(why) // needed only after a panic of serve, which otherwise has ended the stream
 				e.agent.count(e.url, -1)
 				e.remove(s.server)
 				log.Info("proxy-server left", "id", s.server, "err", why)
@@ -208,7 +208,7 @@ func (e *endpoint) full() bool {
 	return len(e.servers) >= e.want
 }
 
-// add registers the id of a server that has joined, and that says how many servers there are.
+// add registers the id of a joined server. count is how many servers there are, as this server says.
 func (e *endpoint) add(server string, count int) error {
 	if len(server) > maxServerID {
 		return fmt.Errorf("the id of the server has %d bytes; %d are allowed", len(server), maxServerID)

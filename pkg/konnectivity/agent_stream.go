@@ -35,7 +35,7 @@ type agentStream struct {
 	count    int                // how many servers there are, as this server says
 
 	running sync.WaitGroup // all goroutines of the stream
-	nextID  int64          // of conns; owned by receiveLoop
+	nextID  int64          // the id of the next conn; owned by receiveLoop
 
 	// dialMu and mux.mu are never held together.
 	dialMu   sync.Mutex                   // guards the following
@@ -46,7 +46,7 @@ type agentStream struct {
 	stopping bool                         // new dials are refused
 }
 
-// join opens a stream with the server that the address leads to now. If that server is joined already,
+// join opens a stream with the server to which the address leads now. If that server is joined already,
 // the error is errDuplicate.
 func (e *endpoint) join(ctx context.Context) (_ *agentStream, err error) {
 	a := e.agent
@@ -130,8 +130,8 @@ func readServer(stream grpc.ClientStream) (id string, count int, err error) {
 	return ids[0], count, nil
 }
 
-// serve serves the stream until it ends, and returns why it ended. When ctx is done it drains the
-// stream, at the latest until endpoint.conns is done.
+// serve serves the stream until the stream ends, and returns why. When ctx is done, serve drains the
+// stream, until endpoint.conns is done at the latest.
 func (s *agentStream) serve(ctx context.Context) error {
 	s.running.Go(s.guarded(s.sendLoop))
 	s.running.Go(s.guarded(s.receiveLoop))
@@ -155,8 +155,8 @@ func (s *agentStream) serve(ctx context.Context) error {
 const flushTimeout = time.Second
 
 // quietPeriod is how long a draining stream waits after the last dial request before it ends. A
-// server sends dials until it has read our DRAIN. The server forgets a dial that crosses with the end
-// of the stream, and the caller of that dial would wait for 30 s.
+// server sends dials until it has read our DRAIN. If the stream ended while a dial is on its way, the
+// server would forget the dial, and its caller would wait for 30 s.
 const quietPeriod = time.Second
 
 // drain tells the server to send new dials to other agents. It serves the dials that still come, and
@@ -233,7 +233,7 @@ func (s *agentStream) receiveLoop() {
 	}
 }
 
-// receive handles one packet, and takes it over: the caller does not free it.
+// receive handles one packet. It owns p: the caller does not free p.
 func (s *agentStream) receive(p *Packet) {
 	switch p.Type {
 	case PacketDialReq:
@@ -259,7 +259,7 @@ func (s *agentStream) receive(p *Packet) {
 	p.Free()
 }
 
-// dial dials for the request p, and serves the conn, in a goroutine of its own. The conn gets the id.
+// dial starts a goroutine that dials for the request p and serves the conn. id is the id of the conn.
 func (s *agentStream) dial(p Packet, id int64) {
 	ctx, cancel := context.WithCancel(s.endpoint.conns)
 	if refusal := s.addDial(p.Random, cancel); refusal != nil {
@@ -274,8 +274,8 @@ func (s *agentStream) dial(p Packet, id int64) {
 	})
 }
 
-// addDial registers a dial by the id that the server gave, with the function that cancels it. It fails if
-// the stream is stopping, or the id is in use.
+// addDial registers a dial under random, the id that the server gave, with the function that cancels the dial.
+// It fails if the stream is stopping, or the id is in use.
 func (s *agentStream) addDial(random int64, cancel context.CancelFunc) error {
 	a := s.endpoint.agent
 	s.dialMu.Lock()

@@ -42,7 +42,7 @@ type AgentsConfig struct {
 	JoinTimeout                time.Duration // how long a connection may be without a session
 
 	Counters *tunnel.Counters // nil: not counted
-	Audit    tunnel.Trail     // takes joins and ends of sessions; nil: nobody
+	Audit    tunnel.Trail     // gets an event for each join and each end of a session; nil: off
 	Sockets  *ports.Sockets   // opens the listener; nil: nobody can take it over
 	Log      *slog.Logger
 }
@@ -57,12 +57,12 @@ type Agents struct {
 	// Set once.
 	cfg       AgentsConfig
 	balancers *balancer.Balancers // in front of the port
-	id        string              // of this replica, for serverid
+	id        string              // the id of this replica, for serverid
 	dir       *tunnel.Directory   // has the attached stream of each node
 	log       *slog.Logger
 	grace     time.Duration // how long conns may go on after Run's ctx is done
 
-	refusals tunnel.Limiter // of log lines about refused agents
+	refusals tunnel.Limiter // limits log lines about refused agents
 
 	// mu is locked before the mutexes of the directory and of a mux.
 	mu       sync.Mutex                       // guards the following
@@ -244,7 +244,7 @@ func (a *Agents) attachLocked(l *agentLink) {
 	}
 }
 
-// isEdge reports whether s is the session of an edge.
+// isEdge reports whether s is the session of an edge, and not that of an agent.
 func isEdge(s *tunnel.Session) bool { return !s.Agent }
 
 func errEdgeJoined(node tunnel.NodeName) error {
@@ -289,7 +289,8 @@ func (a *Agents) unregister(l *agentLink) {
 	}
 }
 
-// drains marks l as leaving, and attaches the newest stream of the node that is not leaving.
+// drains handles the DRAIN of an agent. It marks l as leaving, and attaches the node's newest stream that is not
+// leaving.
 func (a *Agents) drains(l *agentLink) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -311,7 +312,7 @@ type agentService struct {
 	working sync.WaitGroup // sendLoops and receiveLoops: gRPC may block them until the stream's handler has returned
 }
 
-// handle handles one stream. It returns when the session has ended, or in order to end it. A
+// handle handles one stream. The session ends before handle returns, or because it returns. A
 // connection allows one attempt to join, and thus one session.
 func (s *agentService) handle(_ any, stream grpc.ServerStream) error {
 	a := s.agents
@@ -410,7 +411,7 @@ func (s *agentService) serve(stream grpc.ServerStream, l *agentLink, grant auth.
 	return err
 }
 
-// unknownMethod answers calls of unknown methods. Such a call is the one attempt of its connection.
+// unknownMethod answers calls of unknown methods. Such a call counts as its connection's one attempt to join.
 func unknownMethod(_ any, stream grpc.ServerStream) error {
 	if t, err := agentTransportOf(stream.Context()); err == nil && !t.attempted.Swap(true) {
 		t.closeSoon()
@@ -418,8 +419,8 @@ func unknownMethod(_ any, stream grpc.ServerStream) error {
 	return status.Error(codes.Unimplemented, "there is no such method here")
 }
 
-// errUnauthenticated is the one answer to every peer that fails to authenticate, so that it does not
-// help to guess credentials.
+// errUnauthenticated is the one answer to every peer that fails to authenticate. It gives no reason, so that the
+// answer does not help a peer that guesses credentials.
 func errUnauthenticated() error {
 	return status.Error(codes.Unauthenticated, auth.ErrUnauthenticated.Error())
 }

@@ -15,18 +15,18 @@ import (
 
 // Conn is one conn of an agent's stream, at either end of the stream. It implements net.Conn.
 //
-// The protocol closes a conn in both directions at once. Conn maps half-closes to that:
+// The protocol closes a conn only in both directions at once. So Conn handles a half-close like this:
 //
-//   - At an agent, CloseWrite closes the conn: the target has ended, and its last bytes are sent
-//     before the close.
+//   - At an agent, CloseWrite closes the conn: the target's bytes have ended, and the agent sends the
+//     last of them before the close.
 //   - At a proxy-server, CloseWrite sends nothing at first, since the target may still answer. The
-//     agent hears of it when the target ends, or the caller stops reading. If no byte moves for
-//     halfClosedTimeout, the conn is reset.
+//     close follows when the target's bytes end, or when the caller stops reading. If no byte moves
+//     for halfClosedTimeout, the conn is reset.
 //
 // At an agent that has received a close request, the queued data still reach the target. There, too,
 // the conn is reset if no byte moves for halfClosedTimeout.
 //
-// A front door whose caller closes its connection should call CloseRead as soon as it knows.
+// A front door should call CloseRead as soon as it knows that its caller has closed the connection.
 // Otherwise the target waits for the end of the caller's data.
 type Conn struct {
 	// Set once.
@@ -41,10 +41,10 @@ type Conn struct {
 	lastRead      time.Time   // when the reader last made progress, or data came to an empty queue
 	unsent        int         // bytes in the send queue, packetCost included
 	lastSent      time.Time   // when data of this conn were last sent
-	closeReceived bool        // the peer has closed: queue is all that is left to read
+	closeReceived bool        // the peer has closed: only the packets in queue are left to read
 	writeClosed   bool        // CloseWrite was called
 	readClosed    bool        // CloseRead was called
-	closeSent     bool        // our close is sent or queued, or need not be sent
+	closeSent     bool        // our close is sent or queued, or there is no need to send one
 	aborted       bool        // reset by either side, or the mux has ended
 	idleTimer     *time.Timer // see resetWhenIdleLocked; nil: both sides are open
 	onReset       func()      // see OnReset; nil: not set
@@ -218,7 +218,7 @@ func (c *Conn) Write(b []byte) (n int, err error) {
 	return n, nil
 }
 
-// CloseWrite ends our direction, as far as the protocol can express it; see [Conn].
+// CloseWrite ends the direction in which this end sends. The protocol has no half-close; see [Conn] for what is sent.
 func (c *Conn) CloseWrite() error {
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()
@@ -235,7 +235,7 @@ func (c *Conn) CloseWrite() error {
 	return nil
 }
 
-// CloseRead discards the data that still come. The protocol cannot tell the peer to stop.
+// CloseRead makes the conn discard data that still come. No packet of the protocol tells the peer to stop.
 func (c *Conn) CloseRead() error {
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()
@@ -270,7 +270,7 @@ func (c *Conn) Reset() error {
 	return nil
 }
 
-// OnReset sets f, to be called when the peer resets the conn, or at once if it has.
+// OnReset sets the function f that is called when the peer resets the conn, or at once if the conn is reset already.
 func (c *Conn) OnReset(f func()) {
 	c.m.mu.Lock()
 	c.onReset = f
@@ -281,7 +281,7 @@ func (c *Conn) OnReset(f func()) {
 	}
 }
 
-// OnStop sets f, to be called when the peer reads no more, or at once if it does not.
+// OnStop sets the function f that is called when the peer stops reading, or at once if the peer has stopped already.
 func (c *Conn) OnStop(f func()) {
 	c.m.mu.Lock()
 	c.onStop = f

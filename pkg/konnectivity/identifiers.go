@@ -15,9 +15,8 @@ type Identifiers struct {
 	Hosts        []string       // names and addresses of the node, exactly as callers dial them
 	Networks     []netip.Prefix // networks in which the node reaches every address
 	DefaultRoute bool           // the node also reaches addresses that no node declares
-	// Refused are names that the node claims without a right to them. Dials to a refused name fail,
-	// unless another node owns the name. Refused names come from Kubernetes Nodes; no agent
-	// sends any.
+	// Refused are names that the node claims and may not have. Dials to a refused name fail, unless
+	// another node owns the name. Refused names come from Kubernetes Nodes; no agent sends any.
 	Refused []string
 }
 

@@ -54,7 +54,7 @@ func (l *agentLink) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error
 	conn, err := l.admitAndDial(ctx, r)
 	if err != nil {
 		if r.NoWait && tunnel.CodeOf(err) == tunnel.Overloaded {
-			return nil, err // not final, so not counted: the caller tries other nodes
+			return nil, err // the caller tries other nodes, so this refusal is not counted
 		}
 		l.counters.Refuse(tunnel.CodeOf(err))
 		return nil, err
@@ -73,7 +73,7 @@ func (l *agentLink) admitAndDial(ctx context.Context, r tunnel.Request) (conn *C
 		return nil, refusal
 	}
 	l.session.Conns.Add(1) // a dial counts as a conn
-	defer func() {         // runs also if dial panics
+	defer func() {         // deferred, because dial may panic
 		answered := conn != nil || err != nil && (&tunnel.Refusal{Code: tunnel.CodeOf(err)}).Answered()
 		l.queue.Dialled(r.Addr, answered)
 		if conn == nil { // otherwise the mux calls connOver, at the end of the conn
@@ -83,8 +83,8 @@ func (l *agentLink) admitAndDial(ctx context.Context, r tunnel.Request) (conn *C
 	return l.dial(ctx, r)
 }
 
-// dial asks the agent to dial, and waits for its answer. If the caller leaves or the time is up, the
-// agent is told to give up.
+// dial asks the agent to dial, and waits for its answer. If the caller leaves or the time is up, dial
+// tells the agent to give up.
 func (l *agentLink) dial(ctx context.Context, r tunnel.Request) (*Conn, error) {
 	id, answered := l.newDial()
 	l.send(&Packet{Type: PacketDialReq, Protocol: r.Network, Address: r.Addr, Random: id})
@@ -100,7 +100,7 @@ func (l *agentLink) dial(ctx context.Context, r tunnel.Request) (*Conn, error) {
 			a = <-answered // the answer came in the same moment
 			break
 		}
-		l.send(&Packet{Type: PacketDialCls, Random: id}) // a stock agent dials nevertheless; see dialAnswered
+		l.send(&Packet{Type: PacketDialCls, Random: id}) // a stock agent still dials; dialAnswered then closes the conn
 	case <-l.ended:
 		a.err = tunnel.Refusef(tunnel.Gone, "the session of node %s has ended", r.Node)
 		if l.claimDial(id) == nil {
@@ -154,7 +154,7 @@ func (l *agentLink) receiveLoop() {
 	}
 }
 
-// receive handles one packet and takes it over. After an error the stream must end.
+// receive handles one packet. It owns p: the caller does not free p. After an error the caller must end the stream.
 func (l *agentLink) receive(p *Packet) error {
 	switch p.Type {
 	case PacketData:

@@ -10,7 +10,7 @@ import (
 )
 
 // All conns of an agent share one gRPC stream with its proxy-server. A mux is one end of such a
-// stream: Agents have the server's end (link.go), Agent has the agent's end (agent.go).
+// stream. Agents has the server's end of each stream (link.go), Agent has the agent's end (agent.go).
 //
 // The protocol has no flow control per conn. A receiver can only stop reading the stream, and that
 // stops every conn. So received data waits in a queue of its conn. When the queue is full, the stream
@@ -22,13 +22,13 @@ const (
 	// of all conns of a stream together. Both are in bytes, and include packetCost for each packet.
 	maxUnread         = 4 << 20
 	maxUnreadOfStream = 64 << 20
-	// packetCost is the memory of a queued packet beside its data, in bytes, about.
+	// packetCost is about how much memory a queued packet takes beside its data, in bytes.
 	packetCost = 256
 	// stallTimeout is how long a reader may make no progress while the stream waits for it.
 	stallTimeout = 3 * time.Second
-	// socketBuffer bounds the bytes in the socket that a conn is spliced to, about. By default the
-	// buffer may grow to megabytes, and the kernel reports it writable only after a large part has
-	// been read. A slow reader would seem stalled for too long.
+	// socketBuffer is about how many unread bytes the socket may hold that a conn is spliced to. By
+	// default the buffer may grow to megabytes. The kernel then reports the socket writable only after
+	// the reader has read a large part, so a slow reader would seem stalled.
 	socketBuffer = 64 << 10
 	// maxUnsent bounds the send queue of a conn, in bytes, packetCost included.
 	maxUnsent = 256 << 10
@@ -74,8 +74,8 @@ type mux struct {
 // outgoing is an entry of the send queue.
 type outgoing struct {
 	packet *Packet
-	conn   *Conn        // of data, or of a close request that is to wait for closeDelay; else nil
-	last   func() error // in place of a packet: ends the sending side of the stream
+	conn   *Conn        // the conn of a data packet, or of a close request that waits for closeDelay; else nil
+	last   func() error // if set, there is no packet: last ends the sending side of the stream
 }
 
 func newMux(stream packetStream, agent bool, counters *tunnel.Counters, log *slog.Logger) *mux {
@@ -95,8 +95,8 @@ func (m *mux) guarded(f func()) func() {
 	}
 }
 
-// send queues a packet without data, and never blocks. A peer that does not read, so that more than
-// maxControl packets wait, loses the stream.
+// send queues a packet without data, and never blocks. If more than maxControl packets wait because the
+// peer does not read, send ends the mux.
 func (m *mux) send(p *Packet) {
 	m.mu.Lock()
 	m.sendLocked(p, nil)
@@ -108,7 +108,7 @@ func (m *mux) send(p *Packet) {
 	}
 }
 
-// sendLocked queues a packet. c is nil, or the conn that accounts for it; see outgoing.
+// sendLocked queues a packet. c is the conn of the packet, or nil; see outgoing.conn.
 func (m *mux) sendLocked(p *Packet, c *Conn) {
 	if m.err != nil {
 		return
@@ -150,7 +150,7 @@ func (m *mux) sendLoop() {
 		m.mu.Unlock()
 		for _, o := range out {
 			if o.last != nil {
-				o.last() //nolint:errcheck // on an error the stream is over, too
+				o.last() //nolint:errcheck // an error means that the stream has ended already
 				return
 			}
 			if o.conn != nil && o.packet.Type == PacketCloseReq {
@@ -219,8 +219,9 @@ func (m *mux) add(id int64, over func()) (*Conn, error) {
 	return c, nil
 }
 
-// deliver queues a received DATA packet, which it takes over. It blocks, and with it the stream,
-// until there is room in the queue. known is false if the stream has no such conn.
+// deliver puts a received DATA packet into the queue of its conn, which later frees the packet. While
+// there is no room in the queue, deliver blocks, and so does the whole stream. known is false if the
+// stream has no such conn.
 func (m *mux) deliver(p *Packet) (known bool) {
 	m.mu.Lock()
 	c := m.conns[p.ConnID]

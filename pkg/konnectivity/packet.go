@@ -46,8 +46,8 @@ type Packet struct {
 	Err      string // DIAL_RSP, CLOSE_RSP
 	Data     []byte // DATA; in a received packet, part of buffer
 
-	buffer mem.Buffer      // of a received packet: the memory of Data, until Free
-	Slice  mem.BufferSlice // sent in place of Data without a copy; encode takes it over
+	buffer mem.Buffer      // the memory of Data in a received packet, until Free; else nil
+	Slice  mem.BufferSlice // data to send in place of Data, without a copy; encode owns it from then on
 }
 
 // Free returns the memory of the data to its pool. A second call does nothing.
@@ -62,8 +62,8 @@ func (p *Packet) Free() {
 // length returns how many bytes of data the packet has.
 func (p *Packet) length() int { return len(p.Data) + p.Slice.Len() }
 
-// payload holds protobuf field numbers: of the payload in Packet, and of the fields in the payload.
-// 0: the payload lacks that field.
+// payload holds protobuf field numbers of one type of packet: field is the payload's number in Packet, the others
+// are the numbers of the payload's own fields. 0: the payload has no such field.
 type payload struct {
 	field                                        protowire.Number
 	protocol, address, random, connID, err, data protowire.Number
@@ -118,8 +118,8 @@ func (p *Packet) head(b []byte) []byte {
 // MaxHead is the most bytes that a packet with data needs beside its data.
 const MaxHead = 48
 
-// encode copies p to a buffer of pool, since gRPC may send it after the caller has reused Data. The
-// result takes p.Slice over without a copy.
+// encode copies p to a buffer of pool, because gRPC may send the packet after the caller has reused Data. It does
+// not copy p.Slice: the result owns these buffers from then on.
 func (p *Packet) encode(pool mem.BufferPool) mem.BufferSlice {
 	var small [MaxHead]byte
 	head := p.head(small[:0])
@@ -132,8 +132,8 @@ func (p *Packet) encode(pool mem.BufferPool) mem.BufferSlice {
 
 var errPacket = errors.New("not a packet of Konnectivity")
 
-// decode reads a packet, and keeps a reference to the memory of its data. Unknown fields are
-// skipped. If a field occurs several times, the last one counts, as in protobuf.
+// decode decodes a packet, and keeps a reference to the memory of its data until Free. It skips unknown
+// fields. If a field occurs several times, the last value counts, as in protobuf.
 func (p *Packet) decode(in mem.BufferSlice, pool mem.BufferPool) error {
 	*p = Packet{}
 	buf := in.MaterializeToBuffer(pool)
@@ -239,7 +239,7 @@ func NewCodec() Codec {
 // Name returns the content-subtype of plain protobuf.
 func (Codec) Name() string { return "proto" }
 
-// Marshal encodes a *Packet. The caller may change Data afterwards; Slice is taken over.
+// Marshal encodes a *Packet. The caller may change Data afterwards. The result owns the buffers of Slice.
 func (c Codec) Marshal(v any) (mem.BufferSlice, error) {
 	p, ok := v.(*Packet)
 	if !ok {
@@ -248,7 +248,8 @@ func (c Codec) Marshal(v any) (mem.BufferSlice, error) {
 	return p.encode(c.pool), nil
 }
 
-// Unmarshal decodes into a *Packet. The receiver calls Free.
+// Unmarshal decodes b into v, a *Packet. Packet.Data refers to memory of the codec's pool: after use, the code
+// that receives the packet calls Packet.Free.
 func (c Codec) Unmarshal(b mem.BufferSlice, v any) error {
 	p, ok := v.(*Packet)
 	if !ok {
