@@ -31,7 +31,7 @@ const (
 	// length as a varint of three bytes. A varint may be longer than necessary, so the length can be
 	// filled in after the payload has been read into place.
 	chunkHeader = 1 + 3
-	// chunkTrailer is room behind the payload for two notices of two bytes each: stop, and either fin or
+	// chunkTrailer is room behind the payload for two marks of two bytes each: stop, and either fin or
 	// abort. No chunk has both fin and abort.
 	chunkTrailer = 4
 	// grpcHeader is gRPC's message prefix (compressed flag and length).
@@ -83,11 +83,11 @@ type outgoing struct {
 	n         int // bytes of payload
 	fin, stop bool
 	abort     bool           // the conn is aborted behind these bytes
-	last      bool           // this side has finished with the chunk; the way may say so
+	last      bool           // the conn ends on this side with this chunk; the way may tell the other side at once
 	pool      mem.BufferPool // gets the block back when the way has written it
-	taken     bool           // the way has the block, and gives it back
-	// forwarded is the payload, as another conn has received it, in place of the block's. Then the
-	// block holds the header alone.
+	taken     bool           // the way has the block, and returns it to pool
+	// forwarded, if not nil, is the payload: buffers that another conn has received. The block then holds
+	// only the header.
 	forwarded mem.BufferSlice
 }
 
@@ -122,8 +122,8 @@ type incoming struct {
 	fin, stop, abort bool
 }
 
-// Codec is a gRPC codec for both planes: chunks by hand, everything else as the
-// registered protobuf codec does it.
+// Codec is the gRPC codec of a session. It encodes and decodes chunks by hand, and leaves every other
+// message to the registered protobuf codec.
 type Codec struct{ proto encoding.CodecV2 }
 
 func NewCodec() Codec { return Codec{encoding.GetCodecV2("proto")} }
@@ -150,8 +150,8 @@ func (c Codec) Unmarshal(data mem.BufferSlice, v any) error {
 
 var errTruncated = errors.New("chunk is cut short")
 
-// decode parses a Chunk as the protobuf encoding has it (protobuf.dev/programming-guides/encoding):
-// fields in any order, and the last one of several wins.
+// decode parses a Chunk by the rules of protobuf (protobuf.dev/programming-guides/encoding): fields come
+// in any order, and the last of several values counts.
 func (in *incoming) decode(data mem.BufferSlice) (err error) {
 	*in = incoming{}
 	defer func() {
@@ -196,8 +196,8 @@ func (in *incoming) decode(data mem.BufferSlice) (err error) {
 	return nil
 }
 
-// decodeStrange decodes a chunk with unknown fields, as a newer peer may send it. It copies the bytes,
-// and leaves the many ways to skip a field to the library.
+// decodeStrange decodes a chunk with unknown fields, which a newer peer may send. It copies the bytes,
+// because the protobuf library, which knows how to skip each kind of field, needs them in one piece.
 func (in *incoming) decodeStrange(data mem.BufferSlice) error {
 	in.free()
 	var chunk pb.Chunk

@@ -2,13 +2,13 @@
 // other end of a session between an edge and the cloud. Conn behaves like a TCP connection, with
 // half-closes, deadlines and resets.
 //
-// A conn goes by one of two ways, and does not know which: an HTTP/2 stream of its own (OverStream),
-// or a data connection, which is a TLS connection that carries one conn after the other
-// (OverLease).
+// A conn uses one of two ways. One is an HTTP/2 stream of its own (OverStream). The other is a data
+// connection (OverLease): a TLS connection that carries one conn after the other. Type Conn does not know
+// which of the two it uses.
 //
-// Where things are: conn.go is the conn's life, send.go and recv.go its two directions, way.go what it
-// needs of its way; chunk.go is the wire format of its chunks, and the gRPC codec for them; data.go
-// and lease.go are the data connection; turns.go shares one connection among many streams.
+// Files: conn.go holds the life of a conn, send.go and recv.go its two directions, and way.go the interface
+// of its way. chunk.go has the wire format of chunks, and the gRPC codec for them. data.go and lease.go
+// are the data connection. turns.go shares one connection among many streams.
 //
 // Lock order, outermost first; "try" takes a lock only if it is free:
 //
@@ -21,8 +21,8 @@
 //	Lease.recvMu → Data.mu
 //
 // Conn.mu, Data.mu, Turns.mu and deadline.mu are innermost. Config.Ended and Config.Gone are called
-// with no lock held but Conn.sendMu, and may take session.mu. So nobody who holds session.mu may call
-// a method of Conn that ends or sends.
+// with no lock held but Conn.sendMu, and may take session.mu. So no goroutine that holds session.mu may
+// call a method of Conn that ends the conn or sends.
 //
 // The package does not open connections, does not know sessions, and decides neither by which way a
 // conn goes nor when a data connection is closed: pkg/stream does.
@@ -47,19 +47,19 @@ import (
 )
 
 // Conn is one end of a forwarded connection: a net.Conn over a way. It behaves like a TCP connection: each
-// direction ends by itself (fin), a side that takes no more bytes says so (stop), and an abort shows
-// as a reset.
+// direction ends by itself (fin), a side that takes no more bytes says so (stop), and the other side sees
+// an abort as a reset.
 //
-// A direction has ended when its sender has sent fin or its receiver has said stop. When both have,
-// the cloud's handler returns OK, which ends the stream; over a data connection see flagEnd. Until
-// then somebody receives: Read's goroutine, WriteTo, or a goroutine that throws away what arrives
-// after the direction's end (way.pauseAfterFin). So no stop is missed, and no sender hangs on flow
-// control for a conn that nobody reads any more.
+// A direction has ended when its sender has sent fin or its receiver has sent stop. When both directions
+// have ended, the cloud's handler returns OK, which ends the stream; over a data connection see flagEnd.
+// Until then a goroutine receives: Read's goroutine, that of WriteTo, or a goroutine that discards bytes
+// after the direction's end (way.pauseAfterFin). So no stop is missed, and no sender waits for flow control
+// on a conn that has no reader.
 //
-// gRPC frees a SendMsg that waits for flow control only when the stream ends. So nothing that must
-// not block calls it: Write hands its bytes to the sender goroutine, and small writes that come while
-// that is busy leave in one chunk. ReadFrom and WriteTo, which Splice uses, do without the goroutines,
-// and so does a fin where way.sendsAtOnce.
+// A SendMsg that waits for flow control returns only when it may send or the stream ends. So no call that
+// must not block calls SendMsg. Write hands its bytes to the sender goroutine, and small writes that come
+// while the sender is busy leave in one chunk. ReadFrom and WriteTo, which Splice uses, need neither the
+// sender nor the receiver goroutine. A fin needs no goroutine where way.sendsAtOnce returns true.
 type Conn struct {
 	// Set once.
 	way      way
@@ -69,7 +69,7 @@ type Conn struct {
 	ordered  bool // see Config.Ordered
 	blocks   *Blocks
 	counters *tunnel.Counters
-	traffic  *tunnel.Traffic // of the session; nil: not counted
+	traffic  *tunnel.Traffic // counts the bytes of the session; nil: not counted
 	log      *slog.Logger
 	local    Addr
 	remote   Addr
@@ -82,13 +82,13 @@ type Conn struct {
 	out  sendHalf
 	in   recvHalf
 
-	mu         sync.Mutex // guards the following, and what the halves say; never held while waiting
-	goroutines int        // of the conn, and callers that Gone waits for as for one
+	mu         sync.Mutex // guards the following, and fields of in and out that say so; never held while waiting
+	goroutines int        // running goroutines of the conn, and calls that count as one; Gone waits for all of them
 	err        error      // why the conn is over; nil for a clean end
 	onReset    []func()   // called when the conn is aborted
 }
 
-// notice is the state of something that this side tells the other side once.
+// notice is the state of a mark (fin, stop or abort) that this side sends at most once.
 type notice uint8
 
 const (
@@ -116,16 +116,16 @@ type Config struct {
 	Traffic       *tunnel.Traffic // counts the bytes of the session, too; nil: not counted
 	Log           *slog.Logger
 	Local, Remote Addr
-	// Ended is called once when the conn is over, with nil for a clean end: the owner's part of the
-	// end. It must not wait.
+	// Ended is called once when the conn is over, so that its owner can do its part of the end. err is nil
+	// after a clean end. Ended must not wait.
 	Ended func(err error)
 	// Gone is called once, after Ended, when the conn is over and none of its goroutines is left. It
 	// must not wait.
 	Gone func()
 }
 
-// OverStream returns one end of a conn over an HTTP/2 stream. turns are those of the connection that
-// the stream is on; nil: nobody waits for a turn.
+// OverStream returns one end of a conn over an HTTP/2 stream. turns is shared by all conns on the
+// stream's connection; nil: the conn never waits for a turn.
 func OverStream(s Stream, turns *Turns, cfg Config) *Conn {
 	both := &struct { // one allocation
 		conn Conn
@@ -162,8 +162,8 @@ func (c *Conn) LocalAddr() net.Addr  { return c.local }
 func (c *Conn) RemoteAddr() net.Addr { return c.remote }
 
 // Answered reports whether the last bytes of the conn came from the other side, and WriteTo has written
-// them: so far, an answer has followed each request. moved counts the bytes of both directions. At the
-// end that has the target, Answered is always false.
+// them. If so, the target has probably answered all that the caller has sent. moved counts the bytes of
+// both directions. At the end that has the target, Answered always returns false.
 func (c *Conn) Answered() (moved int64, ok bool) { return c.moved.Load(), c.answered.Load() }
 
 // SetDeadline sets both deadlines.
@@ -185,8 +185,8 @@ func (c *Conn) SetWriteDeadline(t time.Time) error {
 	return nil
 }
 
-// Close ends both directions and returns at once. Bytes that were written before still arrive; bytes
-// that come afterwards are thrown away.
+// Close ends both directions and returns at once. Bytes that were written before still arrive. The conn
+// discards bytes that it receives afterwards.
 func (c *Conn) Close() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -248,7 +248,7 @@ func (c *Conn) end(err error) {
 	}
 	callbacks := c.onReset
 	c.onReset = nil
-	c.goroutines++ // as if this call were one: gone comes after ended
+	c.goroutines++ // this call counts as a goroutine, so that gone is called after ended
 	c.mu.Unlock()
 
 	c.out.flow.leave()
@@ -273,8 +273,8 @@ func (c *Conn) oneLess() {
 	}
 }
 
-// goLocked runs f in a goroutine that gone waits for; caller holds mu. It starts nothing once the
-// conn is over. A panic ends this conn and no other.
+// goLocked runs f in a goroutine that gone waits for. Once the conn is over, it starts no goroutine. A
+// panic ends this conn and no other. The caller holds mu.
 func (c *Conn) goLocked(f func()) {
 	if tunnel.IsClosed(c.over) {
 		return
@@ -297,13 +297,13 @@ func (c *Conn) opError(op string, err error) error {
 // errTimeout is the error of an expired deadline: its Timeout method returns true.
 var errTimeout = os.ErrDeadlineExceeded
 
-// receiveError takes the error of way.RecvMsg.
+// receiveError handles the error of way.RecvMsg.
 //
-// At the edge io.EOF is the cloud's OK: a clean end if both directions have ended. Notices that are
-// due count as much as sent ones: the cloud may answer our fin before our SendMsg has returned. At the
-// cloud io.EOF is fine when the edge's direction has ended, or both where way.eofEndsBoth; the conn
-// itself ends in finish. Everything else is a reset. So is an end that comes too early: bytes may be
-// missing.
+// At the edge, io.EOF is the cloud's OK: a clean end if both directions have ended. A fin or stop that is
+// due counts as sent, because the cloud may answer our fin before our SendMsg has returned. At the cloud,
+// io.EOF is fine if the edge's direction has ended; where way.eofEndsBoth returns true, both must have
+// ended. finish then ends the conn. Any other error is a reset, and so is an io.EOF that comes too early:
+// bytes may be missing.
 func (c *Conn) receiveError(err error) {
 	c.mu.Lock()
 	inputEnded := c.in.finGot || c.in.stop != noticeNone
@@ -314,19 +314,19 @@ func (c *Conn) receiveError(err error) {
 		c.end(nil)
 	case eof && !c.isEdge && (clean || inputEnded && !c.way.eofEndsBoth()):
 	default:
-		if !c.isEdge && status.Code(err) == codes.ResourceExhausted { // gRPC's own
+		if !c.isEdge && status.Code(err) == codes.ResourceExhausted { // gRPC itself rejects a message that is too long
 			c.counters.Limited(tunnel.LimitMessage)
 		}
 		c.EndedByPeer()
 	}
 }
 
-// Watch ends the conn by a reset when ctx is done. stop stops watching.
+// Watch resets the conn when ctx is done. stop ends the watch.
 func (c *Conn) Watch(ctx context.Context) (stop func() bool) {
 	return context.AfterFunc(ctx, c.EndedByPeer)
 }
 
-// EndedByPeer ends the conn by a reset, because the other side has ended it or says so.
+// EndedByPeer ends the conn by a reset, because the other side has ended the conn, or says that it has.
 func (c *Conn) EndedByPeer() {
 	c.mu.Lock()
 	c.out.resetTaken = c.out.reset == noticeSent

@@ -15,8 +15,8 @@ import (
 // and edge are at its two ends, as they are at the two ends of a Connect stream. When its conn has
 // ended, the data connection serves the next conn, which then costs no handshake.
 //
-// data.go is its frames and phases, lease.go one conn's use of it. When data connections are opened,
-// used and closed is for pkg/stream to decide.
+// data.go holds its frames and phases, lease.go the use of a data connection by one conn. pkg/stream decides
+// when a data connection is opened, used and closed.
 //
 // Each end of a data connection is in one phase. "Edge" and "cloud" name the end that takes the step;
 // steps without a name are the same at both ends.
@@ -45,16 +45,16 @@ import (
 //
 //	 asked, or any phase below: edge: Revoke; a frame that breaks the protocol ----> dead
 //
-// From carrying and endSent ReturnAtCloud waits for flagEnd. From endSent ReturnAtEdge does not: the
-// edge's session remembers that the cloud's flagEnd, or its next open, is still to come.
+// In the phases carrying and endSent, ReturnAtCloud waits for flagEnd. In endSent, ReturnAtEdge does not
+// wait: the edge's session remembers that the cloud's flagEnd, or its next open, has yet to come.
 
-// Types of frames. A frame is a header of four bytes, its type and the length of what follows as 24
-// bits, and what follows.
+// Types of frames. A frame is a header of four bytes and a body. The header is the type and the length of the
+// body in 24 bits.
 const (
 	frameChunk   = 0x00 // a chunk of the conn, with flags; edge and cloud
-	FrameAttach  = 0x10 // edge: the ticket that the cloud has asked with; cloud: the ticket is good
+	FrameAttach  = 0x10 // edge: the ticket of the cloud's request; cloud: the ticket is good
 	FrameOpen    = 0x20 // cloud: a StreamMsg, as on the control stream
-	FrameOpened  = 0x30 // edge: the target is there, and chunks follow
+	FrameOpened  = 0x30 // edge: the target was reached, and chunks follow
 	FrameRefused = 0x40 // edge: a Refused, as on the control stream
 )
 
@@ -67,18 +67,18 @@ const (
 	// If the edge's fin comes last, the edge sets flagEnd on that chunk without waiting. The cloud's
 	// next open acknowledges it, or else an empty chunk with flagEnd (SayEnd).
 	flagEnd = 1 << 2
-	// flagAbort: the conn is aborted here. The receiver ends the data connection. Only a peer that
-	// has announced that it knows the flag gets it.
+	// flagAbort: the conn is aborted behind these bytes. The receiver ends the data connection. The flag is
+	// sent only to a peer with the capability abort.
 	flagAbort = 1 << 3
 )
 
 const (
-	// frameHeader is the length of a header. In a block it stands where chunkHeader does.
+	// frameHeader is the length of a frame's header. In a block, it takes the place of chunkHeader.
 	frameHeader = chunkHeader
-	// chunkOverhead is what stands around a chunk's bytes: the header, and what TLS 1.3 adds to a
-	// record.
+	// chunkOverhead is how many bytes are sent beside a chunk's payload: the header, and what TLS 1.3
+	// adds to a record.
 	chunkOverhead = frameHeader + 5 + 1 + 16
-	// MaxControlFrame bounds frames that are no chunks: they hold what a control message does.
+	// MaxControlFrame bounds frames that are no chunks. They hold the same as control messages.
 	MaxControlFrame = MaxMessage
 )
 
@@ -89,24 +89,24 @@ const (
 	phaseIdle     phase = iota // no conn
 	phaseAsked                 // an open is on its way, or has arrived and has no answer
 	phaseCarrying              // the conn is open, and neither side has finished
-	phaseEndSent               // this side has sent flagEnd, the other one has not
-	phaseEndGot                // the other side has sent flagEnd, this one has not
-	phaseEnded                 // both have
-	phaseOwing                 // cloud: idle, and the edge waits to hear that the cloud has finished
-	phaseDead                  // no conn may use it any more
+	phaseEndSent               // this side has sent flagEnd, the other side has not
+	phaseEndGot                // the other side has sent flagEnd, this side has not
+	phaseEnded                 // both sides have sent flagEnd
+	phaseOwing                 // cloud: idle, but the cloud has yet to send flagEnd, for which the edge waits
+	phaseDead                  // no conn may use the data connection any more
 )
 
 // Data is one end of a data connection.
 type Data struct {
 	// Set once.
 	net.Conn          // over TLS
-	raw      net.Conn // below it: its deadlines reach callers that wait in TLS
+	raw      net.Conn // the connection below TLS; its deadlines interrupt callers that wait in TLS
 	blocks   *Blocks
 
 	// Owned by the receiver: by the caller of Receive, or by the holder of lease.recvMu.
 	header [frameHeader]byte
 	have   int // bytes of header that have come
-	rest   int // bytes of the last frame that have not come: its reader was interrupted
+	rest   int // bytes of the last frame that have not been read, because its reader was interrupted
 
 	mu          sync.Mutex // guards the following; innermost, never held while waiting
 	phase       phase
@@ -118,15 +118,15 @@ type Data struct {
 // written.
 func NewData(c, raw net.Conn, b *Blocks) *Data { return &Data{Conn: c, raw: raw, blocks: b} }
 
-// Interrupt makes callers that wait for a frame give up. No bytes are lost: Resume lets the next
-// caller go on in the middle of a frame.
+// Interrupt makes callers that wait for a frame give up. No bytes are lost: after Resume, the next caller
+// continues in the middle of the frame.
 func (d *Data) Interrupt() { d.raw.SetReadDeadline(time.Unix(1, 0)) }
 
 // Resume undoes Interrupt.
 func (d *Data) Resume() { d.raw.SetReadDeadline(time.Time{}) }
 
-// Ask sends the cloud's open for the next conn. It also tells the edge that the conn before has
-// ended here. The edge's answer follows, FrameOpened or FrameRefused.
+// Ask sends the cloud's open for the next conn. The open also tells the edge that the previous conn has
+// ended at the cloud. The edge answers with FrameOpened or FrameRefused.
 func (d *Data) Ask(open []byte) error {
 	d.mu.Lock()
 	d.phase = phaseAsked
@@ -149,7 +149,7 @@ func (d *Data) OwesEnd() bool {
 	return d.phase == phaseOwing
 }
 
-// EndGot reports whether the other side has said that the conn which d carries has ended there.
+// EndGot reports whether the other side has said that the current conn has ended there.
 func (d *Data) EndGot() bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -167,7 +167,7 @@ func (d *Data) SayEnd() error {
 	return nil
 }
 
-// IsEnd reports whether a frame that Receive has returned is what SayEnd sends.
+// IsEnd reports whether a frame that Receive has returned is one that SayEnd sends.
 func IsEnd(typ byte, data []byte) bool {
 	return len(data) == 0 && isChunk(typ, 0) && typ&flagEnd != 0
 }
@@ -211,7 +211,8 @@ func (d *Data) Receive(limit int) (typ byte, data []byte, err error) {
 	return typ, data, d.fill(data)
 }
 
-// next waits for a frame and returns what its header says. It may be interrupted, and called again.
+// next waits for a frame and returns the type and the length in its header. After an interruption, next may be
+// called again.
 func (d *Data) next() (typ byte, n int, err error) {
 	if err := d.skip(d.rest); err != nil {
 		return 0, 0, err
@@ -228,17 +229,17 @@ func (d *Data) next() (typ byte, n int, err error) {
 	return byte(v >> 24), int(v & 0xffffff), nil
 }
 
-// putBack has next return the header once more that it returned last.
+// putBack makes the next call of next return the same header again.
 func (d *Data) putBack() { d.have = frameHeader }
 
-// fill reads the rest of a frame, or a part of it.
+// fill reads the body of a frame into b, as far as it fits.
 func (d *Data) fill(b []byte) error {
 	n, err := io.ReadFull(d.Conn, b)
 	d.rest = len(b) - n
 	return notClean(err)
 }
 
-// skip throws away n bytes of a frame.
+// skip reads and discards n bytes of a frame.
 func (d *Data) skip(n int) error {
 	if n == 0 {
 		return nil
@@ -248,7 +249,7 @@ func (d *Data) skip(n int) error {
 	return notClean(err)
 }
 
-// skipToEnd throws away what still comes of a conn that has ended here, to the peer's flagEnd.
+// skipToEnd reads and discards the frames of a conn that has ended here, until the peer's flagEnd.
 func (d *Data) skipToEnd() error {
 	for {
 		typ, n, err := d.next()
@@ -266,7 +267,7 @@ func (d *Data) skipToEnd() error {
 	}
 }
 
-// notClean makes the end of a connection an error: conns end by frames.
+// notClean turns io.EOF into io.ErrUnexpectedEOF: a conn ends by a frame, never by the end of the connection.
 func notClean(err error) error {
 	if err == io.EOF { //nolint:errorlint // TLS returns io.EOF itself
 		return io.ErrUnexpectedEOF

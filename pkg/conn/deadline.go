@@ -5,8 +5,8 @@ import (
 	"time"
 )
 
-// deadline is a point in time that a blocked Read or Write can wait for, and that can be moved
-// meanwhile. The zero value is a deadline that is not set.
+// deadline is a point in time at which a blocked Read or Write gives up. It can be moved while they wait.
+// The zero value is a deadline that is not set.
 type deadline struct {
 	mu      sync.Mutex    // guards the following
 	timer   *time.Timer   // calls passLocked; nil: there is no deadline, or it has passed
@@ -53,7 +53,7 @@ func (d *deadline) passLocked() {
 	}
 }
 
-// expiredLocked returns expired, and makes it first if need be: most conns never wait for a deadline.
+// expiredLocked returns expired. It makes the channel at the first call, since most conns never need one.
 func (d *deadline) expiredLocked() chan struct{} {
 	if d.expired == nil {
 		d.expired = make(chan struct{})

@@ -9,9 +9,9 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// maxInFlight is how many chunks of a conn may be on their way from SendMsg to the socket. While so
-// many are, nobody reads from the source. So small pieces leave as large ones when the link is the
-// bottleneck, and nothing waits when it is not. Bulk transfers stay below it: gRPC takes 64 KiB per
+// maxInFlight is how many chunks of a conn may be on their way from SendMsg to the socket. At this limit
+// the conn does not read from its source. So small pieces leave in large chunks when the link is the
+// bottleneck, and do not wait otherwise. Bulk transfers never reach the limit: gRPC takes only 64 KiB per
 // stream.
 const maxInFlight = 4
 
@@ -20,10 +20,10 @@ const maxInFlight = 4
 type flow struct {
 	// Set once.
 	blocks *Blocks
-	turns  *Turns        // of the session's connection; nil: the conn has a connection for itself
-	room   chan struct{} // to wait: a block came back; one token is enough
+	turns  *Turns        // shared by the conns on the session's connection; nil: the conn has its own connection
+	room   chan struct{} // signals wait that a block came back; capacity 1, so that signals merge
 
-	inFlight atomic.Int32 // blocks that the way has
+	inFlight atomic.Int32 // how many blocks the way has
 
 	places atomic.Int32 // how many of the chunks in turns.held are this conn's; written under turns.mu
 	round  int          // the round of turns that places belongs to; guarded by turns.mu
@@ -61,15 +61,15 @@ func (f *flow) turn(n int, done <-chan struct{}) int {
 	return f.turns.wait(f, n, done)
 }
 
-// leave gives up the places of a conn that has ended: gRPC may throw its chunks away without a Put.
+// leave gives up the places of a conn that has ended, because gRPC may drop its chunks without a Put.
 func (f *flow) leave() {
 	f.inFlight.Store(math.MinInt32 / 2)
 	f.turns.settle(f)
 }
 
 // wait returns true when another chunk may be sent, and false when done is closed. ReadFrom and the
-// sender may both wait. One token is enough for the two: when it lets one of them pass, maxInFlight-1
-// blocks are still to come back.
+// sender may both wait. One signal is enough for both: after one of them has passed, the blocks that are
+// still in flight come back later and signal again.
 func (f *flow) wait(done <-chan struct{}) bool {
 	for f.inFlight.Load() >= maxInFlight {
 		select {

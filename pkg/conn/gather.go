@@ -5,19 +5,19 @@ import (
 	"time"
 )
 
-// A source that writes small pieces in a row, with no answer between them, costs a packet for each
-// piece and twice its bytes. A log that is followed does so. ReadFrom reads such a source with short
-// pauses, in which the pieces gather in the socket.
+// Some sources, such as a followed log, write small pieces in a row without an answer between them. Each
+// piece costs a packet, and twice its bytes. ReadFrom reads such a source with short pauses, in which
+// several pieces gather in the socket.
 const (
 	// gatherTime is how long a pause is.
 	gatherTime = 2 * time.Millisecond
-	// gatherBelow is below how many bytes a piece is small: two such pieces still fit into a packet.
+	// gatherBelow is the number of bytes below which a piece is small. Two such pieces fit into a packet.
 	gatherBelow = 700
 	// gatherAfter is how many small reads in a row start the pauses. Request/response traffic never
 	// reaches it: any reply resets the count.
 	gatherAfter = 8
-	// gatherVain is how many pauses in a row may gather nothing before they stop: some sources give
-	// one piece a read, whatever waits behind it.
+	// gatherVain is how many pauses in a row may gather nothing before ReadFrom stops pausing. Some sources
+	// return only one piece from each read, even if more pieces wait.
 	gatherVain = 4
 )
 
@@ -34,7 +34,7 @@ type pace struct {
 func (p *pace) gathers(n int, heard *atomic.Bool) bool {
 	if n == 0 || n >= gatherBelow || p.vain == gatherVain || heard.Swap(false) {
 		if p.small > gatherAfter && p.vain < gatherVain {
-			p.vain = 0 // a pause has gathered a large read, or the other side has answered
+			p.vain = 0 // after a pause came a large read, or the other side has answered
 		}
 		p.small, p.bytes = 0, 0
 		return false

@@ -10,9 +10,9 @@ import (
 	"google.golang.org/grpc/mem"
 )
 
-// Lease is one conn's use of a data connection: what a Connect stream is to other conns. After it
-// was returned or revoked, SendMsg and RecvMsg fail, so a late goroutine of the old conn cannot
-// touch the next conn's bytes. The data connection's phase says how far the conn is.
+// Lease is one conn's use of a data connection, in place of a Connect stream. After the lease was
+// returned or revoked, SendMsg and RecvMsg fail. So a late goroutine of the old conn cannot touch the
+// next conn's bytes. The phase of the data connection says how far the conn is.
 type Lease struct {
 	// Set once, by LendAtEdge or LendAtCloud.
 	data   *Data
@@ -26,7 +26,7 @@ type Lease struct {
 
 var _ way = (*Lease)(nil)
 
-// ErrReset says that a data connection is of no more use, since its conn was reset.
+// ErrReset says that no further conn may use a data connection, because its conn was reset.
 var ErrReset = errors.New("its conn was reset")
 
 var (
@@ -35,15 +35,15 @@ var (
 )
 
 const (
-	// stopTimeout is how long a write may take once the other side has said that it reads no more:
-	// it should throw away what comes.
+	// stopTimeout is how long a write may take after the other side has sent stop. The other side
+	// discards what it receives then, so a write should not wait.
 	stopTimeout = 10 * time.Second
-	// finInline is how many bytes a conn may have sent for its fin to go without the sender
-	// goroutine. A socket's buffer takes so many without waiting, and the kernel has sent all of
-	// the conn before.
+	// finInline is how many bytes a conn may have sent so that its fin is sent without the sender
+	// goroutine. A socket's buffer has room for so many bytes, since the kernel has sent all bytes of the
+	// previous conn. So the write does not wait.
 	finInline = 4 << 10
-	// pauseAfterFin is how long after fin nobody receives from a data connection: most conns have
-	// ended by then, and need no goroutine for it.
+	// pauseAfterFin is how long after fin no goroutine receives from a data connection. Most conns have
+	// ended by then, and so need no such goroutine.
 	pauseAfterFin = 20 * time.Millisecond
 )
 
@@ -66,7 +66,7 @@ func (d *Data) LendAtCloud() *Lease {
 	return l
 }
 
-// Accept tells the cloud that the target is there. If it fails, the lease is revoked.
+// Accept tells the cloud that the target was reached. If Accept fails, it has revoked the lease.
 func (l *Lease) Accept() error {
 	l.step(phaseAsked, phaseCarrying)
 	err := l.data.Send(FrameOpened, nil)
@@ -86,8 +86,8 @@ func (l *Lease) Revoke() {
 	}
 }
 
-// EndAwaited reports whether this side, the edge, has finished, and the cloud has not said that it
-// has all of the conn.
+// EndAwaited reports whether this side is the edge and has finished, and the cloud has not yet said that it
+// has received all of the conn.
 func (l *Lease) EndAwaited() bool { return l.isEdge && l.phase() == phaseEndSent }
 
 // endGot reports whether the other side has said that it has finished.
@@ -96,9 +96,9 @@ func (l *Lease) endGot() bool {
 	return p == phaseEndGot || p == phaseEnded
 }
 
-// End stops at the cloud what the conn, which has ended cleanly, may still do: an edge may send stop
-// after its fin, so a caller may be in RecvMsg. stopped says that the edge reads no more; then
-// a caller may be in SendMsg, and the edge may fail to throw away what comes.
+// End interrupts, at the cloud, the calls of a conn that has ended cleanly. A caller may still be in
+// RecvMsg, because an edge may send stop after its fin. If stopped is true, the edge reads no more. A
+// caller may then be in SendMsg, and a broken edge may not discard what it receives.
 func (l *Lease) End(stopped bool) {
 	if l.endGot() {
 		l.stopReceiving()
@@ -110,7 +110,7 @@ func (l *Lease) End(stopped bool) {
 	}
 }
 
-// ReturnsAtOnce reports whether ReturnAtCloud would not wait: the edge has finished, and nobody is in
+// ReturnsAtOnce reports whether ReturnAtCloud would not wait: the edge has finished, and no caller is in
 // SendMsg.
 func (l *Lease) ReturnsAtOnce() bool {
 	free := l.endGot() && l.sendMu.TryLock()
@@ -121,12 +121,11 @@ func (l *Lease) ReturnsAtOnce() bool {
 }
 
 // ReturnAtCloud gives the data connection back for the next conn, after the clean end of its conn
-// and End. It waits until all that was sent has been taken at the edge and nothing more comes from
-// there, which may take as long as the target likes. After an error the data connection is of no
-// more use.
+// and End. It waits until the edge has taken all that was sent, and sends nothing more. That takes as
+// long as the target takes to read. After an error no further conn may use the data connection.
 func (l *Lease) ReturnAtCloud() error {
 	d := l.data
-	l.recvMu.Lock() // End has interrupted its holder
+	l.recvMu.Lock() // End has interrupted the caller that holds recvMu
 	d.mu.Lock()
 	l.returning = true
 	interrupted := d.interrupted
@@ -214,7 +213,7 @@ func (l *Lease) step(from, to phase) {
 	}
 }
 
-// enter returns the phase in which a call of SendMsg or RecvMsg begins, phaseDead if it may not.
+// enter returns the phase in which a call of SendMsg or RecvMsg begins; phaseDead if the call may not begin.
 func (l *Lease) enter() phase {
 	l.data.mu.Lock()
 	defer l.data.mu.Unlock()
@@ -235,7 +234,7 @@ func (l *Lease) SendMsg(m any) error {
 	if l.enter() == phaseDead {
 		return errReturned
 	}
-	have := 0 // bytes of what is forwarded that are in the block
+	have := 0 // how many bytes of o.forwarded are in the block
 	for _, b := range o.forwarded {
 		for p := b.ReadOnlyData(); len(p) > 0; {
 			if have == MaxPayload {
@@ -256,7 +255,7 @@ func (l *Lease) SendMsg(m any) error {
 	}
 	l.step(phaseCarrying, phaseEndSent)
 	l.step(phaseEndGot, phaseEnded)
-	if l.isEdge { // its receiver need not wait for the cloud's flagEnd
+	if l.isEdge { // the edge's receiver need not wait for the cloud's flagEnd
 		l.stopReceiving()
 	}
 	return nil
@@ -278,8 +277,8 @@ func flagsOf(o *outgoing) (flags byte) {
 	return flags
 }
 
-// RecvMsg receives an *incoming chunk. io.EOF says that nothing more comes; at the edge, that the
-// conn has ended.
+// RecvMsg receives an *incoming chunk. io.EOF says that no more chunks come. At the edge, it also says that
+// the conn has ended.
 func (l *Lease) RecvMsg(m any) error {
 	in := m.(*incoming) // a conn receives nothing else
 	*in = incoming{}
@@ -298,7 +297,7 @@ func (l *Lease) RecvMsg(m any) error {
 		return io.EOF
 	case err != nil:
 		return err
-	case l.isEdge && typ == FrameOpen: // the next conn's: the cloud has our flagEnd, which SendMsg is just about to note
+	case l.isEdge && typ == FrameOpen: // the next conn's open: SendMsg has sent our flagEnd, and not noted it yet
 		d.putBack()
 		return io.EOF
 	case !isChunk(typ, n):
@@ -332,8 +331,8 @@ func (l *Lease) breakOff() {
 	}
 }
 
-// stopReceiving has the caller that is in RecvMsg return. Callers that come later find the phase in
-// which they return at once.
+// stopReceiving makes a caller that is in RecvMsg return. Later callers return at once, because of the
+// phase.
 func (l *Lease) stopReceiving() {
 	if l.recvMu.TryLock() {
 		l.recvMu.Unlock()
@@ -342,7 +341,7 @@ func (l *Lease) stopReceiving() {
 	l.interrupt()
 }
 
-// interrupt is that of the data connection, while l holds it.
+// interrupt interrupts the receiver of the data connection, if l still holds the data connection.
 func (l *Lease) interrupt() {
 	d := l.data
 	d.mu.Lock()
@@ -354,8 +353,8 @@ func (l *Lease) interrupt() {
 	}
 }
 
-// endsInput reports whether nothing more comes in that phase. An edge that has sent flagEnd has
-// handed on everything.
+// endsInput reports whether no more bytes come in phase p. An edge sends flagEnd only after it has handed
+// on all bytes from the cloud.
 func (l *Lease) endsInput(p phase) bool {
 	return p == phaseEndGot || p == phaseEnded || l.isEdge && p == phaseEndSent
 }
@@ -363,7 +362,7 @@ func (l *Lease) endsInput(p phase) bool {
 // inputOver implements way.
 func (l *Lease) inputOver() bool { return l.endsInput(l.phase()) }
 
-// eofEndsBoth implements way: flagEnd says so.
+// eofEndsBoth implements way: flagEnd says that both directions have ended.
 func (l *Lease) eofEndsBoth() bool { return true }
 
 // sendsAtOnce implements way.
@@ -375,5 +374,5 @@ func (l *Lease) endSaid() bool {
 	return p == phaseEndSent || p == phaseEnded
 }
 
-// pauseAfterFin implements way. What comes after fin is at most a stop, which fits the socket.
+// pauseAfterFin implements way. After fin comes at most a stop, which the socket's buffer can hold.
 func (l *Lease) pauseAfterFin() time.Duration { return pauseAfterFin }

@@ -13,8 +13,8 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// receiveQueue is how many chunks wait for a Read beside the one being read, so that the receiver and
-// the reader overlap. Further chunks wait in the way: in the stream's window, or in the socket.
+// receiveQueue is how many chunks wait beside the chunk that Read is taking. So the receiver and the reader
+// can work at the same time. Further chunks wait in the way: in the stream's window, or in the socket.
 const receiveQueue = 1
 
 // recvHalf is the direction in which this side reads.
@@ -23,17 +23,17 @@ type recvHalf struct {
 	done  chan struct{}        // closed when this side reads no more
 	queue chan mem.BufferSlice // from the receiver, which closes it, to Read
 
-	deadline deadline    // of Read
+	deadline deadline    // the deadline of Read
 	heard    atomic.Bool // bytes have come since pace.gathers last asked
 
 	readMu  sync.Mutex      // held by Read: one at a time; guards current
-	current mem.BufferSlice // what Read has not taken of the last chunk
+	current mem.BufferSlice // the part of the last chunk that Read has not returned yet
 
 	// Guarded by Conn.mu.
-	receiving bool        // somebody calls way.RecvMsg, or everything has been received
+	receiving bool        // a goroutine calls way.RecvMsg, or everything has been received
 	finGot    bool        // the other side has written all
 	stop      notice      // this side reads no more
-	rest      *time.Timer // until somebody receives what comes after fin; nil: nobody waits
+	rest      *time.Timer // starts a goroutine that receives what comes after fin, see receiveRest; nil: not set
 }
 
 func (h *recvHalf) init() {
@@ -72,7 +72,7 @@ func (c *Conn) Read(p []byte) (n int, err error) {
 	return c.take(p), nil
 }
 
-// take moves bytes of the current chunk to p; caller holds readMu.
+// take moves bytes of the current chunk to p. The caller holds readMu.
 func (c *Conn) take(p []byte) (n int) {
 	for len(c.in.current) > 0 && n < len(p) {
 		m, rest := mem.ReadUnsafe(p[n:], c.in.current[0])
@@ -100,7 +100,7 @@ func (c *Conn) endOfInput() error {
 	return c.opError("read", tunnel.ErrReset)
 }
 
-// startReceiver starts the receiver goroutine, unless somebody receives already.
+// startReceiver starts the receiver goroutine, unless a goroutine receives already.
 func (c *Conn) startReceiver() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -119,9 +119,9 @@ func (c *Conn) startReceiverLocked() {
 	c.goLocked(func() { c.receiveLoop(true) })
 }
 
-// receiveLoop passes chunks to Read until fin, and throws away bytes that come when nobody reads any
-// more. It returns when the way has no more. open says that the queue is not closed; the loop closes
-// it.
+// receiveLoop passes chunks to Read until fin. It discards bytes that come after this side has stopped
+// reading. It returns when the way has no more chunks. open says that the queue is not closed; receiveLoop
+// closes the queue.
 func (c *Conn) receiveLoop(open bool) {
 	defer func() {
 		if open {
@@ -182,8 +182,7 @@ func (c *Conn) received(n int) {
 	}
 }
 
-// note takes the notices of a chunk and returns fin. It is called after the chunk's bytes were handed
-// on.
+// note handles the marks fin and stop of a chunk, after the chunk's bytes were handed on. It returns fin.
 func (c *Conn) note(fin, stop bool) bool {
 	if !fin && !stop {
 		return false
@@ -210,8 +209,8 @@ func (c *Conn) note(fin, stop bool) bool {
 	return fin
 }
 
-// WriteTo writes the bytes that arrive to w, until fin. It receives by itself unless a Read has started
-// the receiver goroutine. Errors are w's own, or say that the conn was closed or reset.
+// WriteTo writes the received bytes to w, until fin. It receives in its caller's goroutine, unless a Read has
+// started the receiver goroutine. An error is from w, or says that the conn was closed or reset.
 func (c *Conn) WriteTo(w io.Writer) (n int64, err error) {
 	c.mu.Lock()
 	inline := !c.in.receiving && !tunnel.IsClosed(c.over) && !tunnel.IsClosed(c.in.done)
@@ -259,8 +258,8 @@ func (c *Conn) WriteTo(w io.Writer) (n int64, err error) {
 	}
 }
 
-// sliceWriter takes received buffers over, whether it fails or not: a conn to another replica, or one
-// to a caller that speaks gRPC.
+// sliceWriter is a conn that sends received buffers without a copy, such as a conn to another replica or to
+// a caller that speaks gRPC. WriteSlice frees data, even if it fails.
 type sliceWriter interface {
 	WriteSlice(data mem.BufferSlice) error
 }
@@ -270,8 +269,8 @@ type buffersWriter interface {
 	WriteBuffers(v *net.Buffers) (int64, error)
 }
 
-// writeChunk writes the buffers of a chunk, in one system call where w is a socket. vec is memory that
-// writeChunk uses again at the next call.
+// writeChunk writes the buffers of a chunk to w, in one system call if w is a socket. vec is scratch memory
+// that the caller keeps for the next call.
 func writeChunk(w io.Writer, m *incoming, vec *net.Buffers) (int64, error) {
 	data := m.data
 	if s, ok := w.(sliceWriter); ok {
@@ -297,9 +296,9 @@ func writeChunk(w io.Writer, m *incoming, vec *net.Buffers) (int64, error) {
 	return v.WriteTo(w)
 }
 
-// receiveRest lets a goroutine receive what WriteTo has left: a stop after fin, bytes after a failed
-// write, the end of the stream. Where the way allows a pause, most conns end before the goroutine is
-// needed.
+// receiveRest starts a goroutine that receives what may come after WriteTo: a stop after fin, bytes after a
+// failed write, the end of the stream. After fin it waits for way.pauseAfterFin before: most conns end in
+// this time, and need no goroutine.
 func (c *Conn) receiveRest() {
 	ended := c.way.inputOver()
 	if ended {
@@ -369,9 +368,9 @@ func (c *Conn) endReadLocked() {
 	}
 }
 
-// endBehind ends the conn because the other side's ResetBehind has arrived. Only the reader of
-// the bytes before it calls it. The reader passes the reset on behind those bytes, so the
-// OnReset callbacks are not called.
+// endBehind ends the conn because the abort of the other side's ResetBehind has arrived. Only the reader
+// of the bytes before the abort calls endBehind. This reader passes the reset on behind these bytes, so
+// the OnReset callbacks are not called.
 func (c *Conn) endBehind() error {
 	c.mu.Lock()
 	c.onReset = nil

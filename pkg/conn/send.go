@@ -16,25 +16,25 @@ type sendHalf struct {
 	// Set once.
 	done chan struct{} // closed when this side writes no more; then err is set
 
-	deadline deadline   // of Write
-	flow     flow       // bounds what SendMsg has taken and not written
+	deadline deadline   // the deadline of Write
+	flow     flow       // bounds the chunks that SendMsg has taken and not written
 	writeMu  sync.Mutex // held by Write: one at a time
 	sendMu   sync.Mutex // held around way.SendMsg, which takes one caller at a time
 
 	// Set before the sender goroutine starts, which most conns need only at their end.
-	wake chan struct{} // to the sender: there is something to send; one token is enough
+	wake chan struct{} // signals the sender that there is something to send; capacity 1, so that signals merge
 
 	// Guarded by Conn.mu.
-	tail       *[]byte       // bytes that Write took and the sender has not; nil: none
-	tailLen    int           // how many
-	space      chan struct{} // to Write: the tail was taken; one token is enough; nil before the first Write
-	sent       int           // bytes, with what a data connection puts around them
+	tail       *[]byte       // bytes that Write has queued and the sender has not taken; nil: none
+	tailLen    int           // how many bytes are in tail
+	space      chan struct{} // signals Write that tail was taken; capacity 1; nil before the first Write
+	sent       int           // bytes sent, with the overhead that a data connection adds
 	sending    bool          // the sender goroutine runs
-	fin        notice        // this side has written all
+	fin        notice        // says that this side writes no more
 	stopGot    bool          // the other side reads no more
-	reset      notice        // of ResetBehind; nothing is sent behind it
+	reset      notice        // the abort of ResetBehind; nothing is sent after it
 	resetTaken bool          // the other side has ended the conn after our reset, so no cancel is sent; see MustCancel
-	resetLate  *time.Timer   // ends the conn, since the other side has not; nil until ResetBehind
+	resetLate  *time.Timer   // ends the conn if the other side does not, after ResetBehind; nil before
 	err        error         // why this side writes no more
 	onStop     []func()      // called when stopGot becomes true
 }
@@ -51,7 +51,7 @@ func (c *Conn) Write(p []byte) (n int, err error) {
 	c.out.writeMu.Lock()
 	defer c.out.writeMu.Unlock()
 	for {
-		// The deadline comes first: one in the past fails even where there is room.
+		// The deadline is checked first: a Write after its deadline fails even if there is room.
 		expired := c.out.deadline.wait()
 		if tunnel.IsClosed(expired) {
 			return n, c.opError("write", errTimeout)
@@ -124,7 +124,7 @@ func (c *Conn) sendLoop() {
 			c.mu.Unlock()
 			sent, err := c.sendOnce(c.out.flow.turn(n, c.over))
 			if err != nil {
-				// The receiver is told why the conn has ended.
+				// The receiver learns from way.RecvMsg why the conn has ended.
 				return
 			}
 			if !sent {
@@ -135,11 +135,11 @@ func (c *Conn) sendLoop() {
 	}
 }
 
-// sendOnce is sendPending, but sends at most most bytes of the tail, which is what Write has left;
+// sendOnce is sendPending for a caller that does not hold sendMu. It sends at most most bytes of the tail;
 // 0: all of them.
 func (c *Conn) sendOnce(most int) (sent bool, err error) {
 	c.out.sendMu.Lock()
-	defer c.out.sendMu.Unlock() // whatever happens, a ReadFrom may wait for it
+	defer c.out.sendMu.Unlock() // deferred, because a ReadFrom may wait for sendMu even after a panic here
 	c.mu.Lock()
 	if most == 0 || most >= c.out.tailLen {
 		c.mu.Unlock()
@@ -152,8 +152,8 @@ func (c *Conn) sendOnce(most int) (sent bool, err error) {
 	return true, c.send(&outgoing{block: part, n: most})
 }
 
-// sendPending sends the tail, and the notices that are due. Caller holds sendMu. sent is false when
-// there was nothing to send.
+// sendPending sends the tail, and the marks that are due. sent is false if there was nothing to send. The
+// caller holds sendMu.
 func (c *Conn) sendPending() (sent bool, err error) {
 	c.mu.Lock()
 	o := &outgoing{
@@ -170,7 +170,7 @@ func (c *Conn) sendPending() (sent bool, err error) {
 	c.out.tail, c.out.tailLen = nil, 0
 	switch {
 	case o.abort:
-		c.out.reset = noticeSent // before SendMsg, whose answer may be quicker than its return
+		c.out.reset = noticeSent // set before SendMsg: the answer may come before SendMsg has returned
 	case c.isEdge:
 		o.last = o.fin && c.in.finGot // every byte before the peer's fin has been handed on
 	default:
@@ -187,8 +187,8 @@ func (c *Conn) sendPending() (sent bool, err error) {
 	return true, c.send(o)
 }
 
-// send sends one chunk; caller holds sendMu. It waits while the other side's window is full. An error
-// says that the conn has ended; whether by a reset, the receiver learns from way.RecvMsg.
+// send sends one chunk. It waits while the other side's window is full. An error says that the conn has
+// ended; the receiver learns the reason from way.RecvMsg. The caller holds sendMu.
 func (c *Conn) send(o *outgoing) error {
 	o.pool = &c.out.flow
 	c.out.flow.add()
@@ -221,16 +221,17 @@ func (c *Conn) send(o *outgoing) error {
 	return nil
 }
 
-// finish is called when both directions have ended. The cloud ends the conn. The edge waits for that
-// end, which tells it that the cloud has every byte, unless it has said itself that it has finished.
+// finish is called when both directions have ended. The cloud then ends the conn. The edge waits for the
+// cloud's end, which says that the cloud has every byte. It does not wait if it has told the cloud already
+// that the conn has ended here (way.endSaid).
 func (c *Conn) finish() {
 	if !c.isEdge || c.way.endSaid() {
 		c.end(nil)
 	}
 }
 
-// ReadFrom sends the bytes of src until its end. It reads them into a block and sends that block.
-// Errors are src's own, or say that this conn takes no more.
+// ReadFrom sends the bytes of src until src ends. It reads them into a block and sends the block. An error
+// is from src, or says that this conn takes no more bytes.
 func (c *Conn) ReadFrom(src io.Reader) (n int64, err error) {
 	var gather pace
 	for {
@@ -259,12 +260,12 @@ func (c *Conn) ReadFrom(src io.Reader) (n int64, err error) {
 	}
 }
 
-// WriteSlice sends the payload of a chunk that another conn has received. It takes data over, whether
-// it fails or not. The bytes are not copied, unless they are too many for a chunk on a thin link.
+// WriteSlice sends the payload of a chunk that another conn has received. It frees data, even if it fails.
+// It copies the bytes only if they are too many for one chunk on a thin link.
 func (c *Conn) WriteSlice(data mem.BufferSlice) error {
 	if data.Len() > c.out.flow.turns.chunk() {
 		r := data.Reader()
-		data.Free() // r has it
+		data.Free() // r holds a reference of its own
 		defer r.Close()
 		_, err := c.ReadFrom(r)
 		return err
@@ -318,14 +319,14 @@ func (c *Conn) sendBehind(o *outgoing) error {
 	if err != nil {
 		c.blocks.put(o.block)
 		o.forwarded.Free()
-		c.out.flow.turns.settle(&c.out.flow) // o's turn is for others
+		c.out.flow.turns.settle(&c.out.flow) // o was not sent: its turn goes to another conn
 		return err
 	}
 	return c.send(o)
 }
 
-// writeError says why this side can write no more. It is EPIPE while the reason is not known yet: the
-// end of the conn, which follows, brings it.
+// writeError says why this side can write no more. It is EPIPE if the reason is not known yet: the reason
+// comes with the end of the conn, soon after.
 func (c *Conn) writeError() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -342,7 +343,7 @@ func (c *Conn) CloseWrite() error {
 	inline := due && !c.out.sending && c.way.sendsAtOnce(c.out.sent) && !tunnel.IsClosed(c.over) && c.out.sendMu.TryLock()
 	switch {
 	case inline:
-		c.goroutines++ // as if this call were one
+		c.goroutines++ // this call counts as a goroutine, so that gone waits for it
 	case due:
 		c.startSenderLocked()
 	}
@@ -350,12 +351,12 @@ func (c *Conn) CloseWrite() error {
 	if inline {
 		defer c.oneLess()
 		defer c.out.sendMu.Unlock()
-		c.sendPending() //nolint:errcheck // the receiver is told why the conn has ended
+		c.sendPending() //nolint:errcheck // the receiver learns why the conn has ended
 	}
 	return nil
 }
 
-// endWriteLocked ends the direction in which this side writes; err is for later writes. It reports
+// endWriteLocked ends the direction in which this side writes. Later writes fail with err. The result says
 // whether fin is now due.
 func (c *Conn) endWriteLocked(err error) bool {
 	if tunnel.IsClosed(c.out.done) {
@@ -370,12 +371,13 @@ func (c *Conn) endWriteLocked(err error) bool {
 	return true
 }
 
-// abortTime is how long the other side may take to get what was sent before an abort.
+// abortTime is how long the other side may take to receive the bytes that were sent before an abort.
 const abortTime = time.Second
 
 // ResetBehind aborts the conn in order: the other side gets the bytes that were written, and
-// then sees a reset. A Reset could overtake those bytes. ResetBehind aborts at once, as Reset
-// does, if the other side knows no abort (Config.Ordered), and after abortTime if it has not taken all.
+// then sees a reset. A Reset could overtake these bytes. If the other side does not have the capability
+// abort (Config.Ordered), ResetBehind aborts at once, as Reset does. If the other side has not taken all
+// bytes within abortTime, the conn is reset then.
 func (c *Conn) ResetBehind() {
 	c.mu.Lock()
 	inOrder := c.ordered && c.out.fin == noticeNone && !c.out.stopGot && !tunnel.IsClosed(c.over)

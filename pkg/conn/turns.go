@@ -7,16 +7,16 @@ import (
 	"time"
 )
 
-// Turns shares a session's connection among the conns that have streams on it, while the link is
-// slower than they are. The zero value is ready: nobody waits until SetRate.
+// Turns shares a session's connection among the conns that have streams on it, while the conns send more
+// than the link takes. The zero value is ready: no conn waits until SetRate.
 //
-// gRPC sends round robin what its streams have queued, up to 16 KiB of each stream in a round. The
-// control stream is one of them: behind a hundred bulk transfers over 1 Mbit/s a control message would
-// wait for 15 s. So gRPC gets few and small chunks at a time, and further chunks wait here. Control
-// messages never wait here.
+// gRPC sends the queued bytes of its streams round robin, up to 16 KiB of each stream in a round. The
+// control stream is one of the streams. Behind a hundred bulk transfers over 1 Mbit/s, a control message
+// would wait for 15 s. So Turns gives gRPC only few and small chunks at a time, and makes further chunks
+// wait here. Control messages never wait here.
 //
-// A conn is fresh, and goes first, if it has less than a chunk to send and has sent less than a chunk
-// since the others had their last turn: it sends a request, or a keystroke.
+// A conn is fresh if it has less than a chunk to send, and has sent less than a chunk since the other conns
+// had their last turn. Fresh conns go first: they send a request or a keystroke.
 type Turns struct {
 	rate atomic.Int64 // see SetRate
 	busy atomic.Bool  // see SetBusy
@@ -24,7 +24,7 @@ type Turns struct {
 	mu    sync.Mutex  // guards the following, and flow.round and flow.had
 	held  int         // chunks that gRPC has and has not written
 	round int         // goes up when stalled forgives chunks: held counts only those of this round
-	now   int64       // how many bytes a conn has had that always has more to send
+	now   int64       // how many bytes a conn was allowed so far if it always had more to send; compare flow.had
 	fresh []*turn     // waiting conns that are fresh, the first one first
 	rest  []*turn     // other waiting conns, likewise
 	ahead int         // turns of fresh conns in a row
@@ -35,12 +35,12 @@ type Turns struct {
 // turn is one conn's wait for its turn.
 type turn struct {
 	flow    *flow
-	n       int           // bytes that wait; once granted, how many of them may be sent
-	granted chan struct{} // closed when they may; serveLocked closes it
+	n       int           // how many bytes wait; once granted is closed, how many of them may be sent
+	granted chan struct{} // serveLocked closes it when bytes may be sent
 }
 
 const (
-	// sharedRate is the rate from which nobody waits, in bytes a second.
+	// sharedRate is the rate from which no conn waits, in bytes a second.
 	sharedRate = 16 << 20
 	// leastChunk is the smallest chunk, in bytes: each chunk has some 50 bytes of overhead.
 	leastChunk = 1 << 10
@@ -50,14 +50,14 @@ const (
 	heldTime = 4 * chunkTime
 	// fewest and most bound how many chunks gRPC has, whatever the link's rate is.
 	fewest, most = 2, 32
-	// freshInRow is how many fresh conns may go before one of the others goes.
+	// freshInRow is how many fresh conns in a row may go before another conn goes.
 	freshInRow = 3
-	// stallTime is how long gRPC may have chunks and write none although the connection would take
-	// them. After that the windows of their streams must be closed, and they are forgiven.
+	// stallTime is how long gRPC may have chunks and write none of them, while the connection would take
+	// bytes. After stallTime, the windows of the chunks' streams must be full, and stalled forgives the chunks.
 	stallTime = 200 * time.Millisecond
 )
 
-// SetRate notes how many bytes a second the link takes; 0: unknown, and nobody waits.
+// SetRate notes how many bytes a second the link takes; 0: unknown, and no conn waits.
 func (t *Turns) SetRate(bytesPerSecond int64) { t.rate.Store(bytesPerSecond) }
 
 // SetBusy notes whether the connection is in a write, which may wait for the link.
@@ -82,7 +82,7 @@ func (t *Turns) isFreeLocked() bool {
 		t.held < int(min(max(fewest, rate*int64(heldTime)/int64(time.Second)/int64(t.chunk())), most))
 }
 
-// wait waits until some of n bytes of f may be sent, and returns how many may; n when done is closed.
+// wait waits until some of n bytes of f may be sent, and returns how many. If done is closed, it returns n.
 func (t *Turns) wait(f *flow, n int, done <-chan struct{}) int {
 	if rate := t.rate.Load(); n == 0 || rate == 0 || rate >= sharedRate {
 		return n
@@ -117,8 +117,7 @@ func (t *Turns) wait(f *flow, n int, done <-chan struct{}) int {
 	return n
 }
 
-// grantLocked counts a chunk for f, of n bytes or of as many as a chunk may have now. It returns how
-// many bytes the chunk has.
+// grantLocked counts a chunk for f. It returns the chunk's bytes: n, or fewer if a chunk may not have so many now.
 func (t *Turns) grantLocked(f *flow, n int, fresh bool) int {
 	n = min(n, t.chunk())
 	f.had = max(f.had, t.now)
@@ -152,7 +151,7 @@ func (t *Turns) serveLocked() {
 	}
 }
 
-// settle gives back the places of f for which gRPC has no chunk any more.
+// settle gives up the places of f whose chunks gRPC no longer has.
 func (t *Turns) settle(f *flow) {
 	if t == nil || f.places.Load() == 0 {
 		return
@@ -170,8 +169,8 @@ func (t *Turns) settle(f *flow) {
 	}
 }
 
-// stalled runs every stallTime while somebody waits. It forgives chunks that gRPC cannot write: they
-// no longer count as held, so that stalled readers hold up nobody else.
+// stalled runs every stallTime while a conn waits. It forgives chunks that gRPC cannot write: they no longer
+// count as held. So conns with stalled readers do not hold up other conns.
 func (t *Turns) stalled() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
