@@ -99,6 +99,9 @@ func (n *networks) cut(s silence) {
 func (n *networks) mend() {
 	n.t.Helper()
 	n.ip(n.outside, "link set veth0 up")
+	if n.far != nil {
+		n.routeServices()
+	}
 	err := testkit.Poll(takes, func() error {
 		c, err := n.inside.Dial(context.Background(), "tcp", outsideIP+":1")
 		if err == nil {

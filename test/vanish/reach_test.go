@@ -39,7 +39,13 @@ func (tn *tunnel) addFar() {
 	tn.ip(tn.inside, "link set veth1 up")
 	tn.ip(tn.far, "link set veth1 up")
 	tn.ip(tn.far, "route add default via %s", nearIP)
-	tn.ip(tn.outside, "route add %s via %s", clusterIP, insideIP)
+	tn.routeServices()
+}
+
+// routeServices has the machine outside reach the Service. The kernel forgets the route when the link goes down.
+func (n *networks) routeServices() {
+	n.t.Helper()
+	n.ip(n.outside, "route replace %s via %s", clusterIP, insideIP)
 }
 
 // addCluster starts an API server that knows a Service with one endpoint: a port of an address, on a node. It returns
