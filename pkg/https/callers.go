@@ -16,8 +16,8 @@ type Caller struct {
 	May  []auth.Class // classes of requests that it may send
 }
 
-// Lists say who may call, and how often. They do not change: SetLists replaces them. Each field is that of
-// [Config] or [Limits] with its name.
+// Lists say who may call, and how often. A Lists never changes: SetLists replaces it. Each field has the meaning of
+// the field of [Config] or [Limits] with the same name.
 type Lists struct {
 	ClientNames     []string
 	Callers         []Caller
@@ -25,8 +25,8 @@ type Lists struct {
 	ConnsPerAddress int
 }
 
-// SetLists replaces the lists. Connections that are open stay open, even if their source may no longer
-// connect. Each request of a terminated connection is judged by the lists that are there when it comes.
+// SetLists replaces the lists. Open connections stay open, even if their source may no longer connect. The front
+// door checks each request of a terminated connection by the lists that are valid when the request comes.
 func (f *FrontDoor) SetLists(l Lists) {
 	l.ConnsPerAddress = cmp.Or(l.ConnsPerAddress, DefaultLimits().ConnsPerAddress)
 	f.lists.Store(&l)
@@ -39,8 +39,8 @@ func (l *Lists) clientNames() []string {
 	return l.ClientNames
 }
 
-// classesOf returns the classes of requests that the owner of a verified certificate with this
-// common name may send; none: it may not call.
+// classesOf returns the classes of requests that a caller may send whose verified certificate has this
+// common name. If there are none, the caller may not call.
 func (f *FrontDoor) classesOf(name string) []auth.Class {
 	l := f.lists.Load()
 	if slices.Contains(l.clientNames(), name) {

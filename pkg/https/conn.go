@@ -23,12 +23,12 @@ type clientConn struct {
 	port     int    // index of FrontDoor.ports
 	target   string // the port's target on the edge
 	sni      string // server name of the ClientHello, in lower case; "" without SNI
-	passErr  error  // why it could not be passed through to the node that sni names; nil: not tried
-	passTold bool   // pass has told passErr: see tunnel.Visit.Told
+	passErr  error  // why passing the connection through to the node in sni has failed; nil: not tried
+	passTold bool   // pass has told the Sink passErr: see tunnel.Visit.Told
 
-	framed    *framedConn   // HTTP/1 over it; nil with HTTP/2
-	stopWatch func() bool   // ends the AfterFunc that resets it when the front door's grace period is over
-	done      chan struct{} // closed when net/http has closed or hijacked it
+	framed    *framedConn   // reads HTTP/1 from the connection; nil with HTTP/2
+	stopWatch func() bool   // ends the AfterFunc that resets the connection at the end of the grace period
+	done      chan struct{} // closed when net/http has closed or hijacked the connection
 
 	mustLinger atomic.Bool // the caller may still be sending, so Close must not destroy our last bytes
 }
@@ -37,7 +37,7 @@ func (c *clientConn) Read(p []byte) (int, error) {
 	if len(c.replay) > 0 {
 		n := copy(p, c.replay)
 		if c.replay = c.replay[n:]; len(c.replay) == 0 {
-			c.replay = nil // up to 64 KiB: let it be collected
+			c.replay = nil // the garbage collector can free its array of up to 64 KiB
 		}
 		return n, nil
 	}
@@ -61,9 +61,9 @@ func (c *clientConn) Reset() error {
 	return nil
 }
 
-// SetLinger and SyscallConn are those of the socket. With them tunnel.Splice makes the kernel reset
-// the connection should this process be killed, and distinguishes the caller's reset from a clean
-// end.
+// SetLinger and SyscallConn are the methods of the socket. tunnel.Splice needs them for two things. If
+// this process is killed, the kernel resets the connection. And Splice can tell the caller's reset from
+// a clean end.
 
 func (c *clientConn) SetLinger(sec int) error { return setLinger(c.Conn, sec) }
 
@@ -162,8 +162,8 @@ func (c *tlsConn) Reset() error {
 // ResetBehind aborts the connection underneath, after the bytes written so far.
 func (c *tlsConn) ResetBehind() { tunnel.ResetBehind(c.raw) }
 
-// SetLinger and SyscallConn are those of the socket underneath. When a write has failed with a
-// reset, TLS, like the kernel, reports a clean end to the next read; Splice then asks the socket.
+// SetLinger and SyscallConn are the methods of the socket underneath. After a write has failed with a
+// reset, both TLS and the kernel report a clean end to the next read. So Splice asks the socket.
 
 func (c *tlsConn) SetLinger(sec int) error { return setLinger(c.raw, sec) }
 

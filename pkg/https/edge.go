@@ -26,17 +26,16 @@ var _ tunnel.Routed = (*Edge)(nil)
 
 // NewEdge returns the edge's module. dial opens TCP conns and decides which targets are permitted.
 //
-// cert returns the kubelet client certificate to use for the next conn; it may be nil. With cert,
-// the cloud may ask for the network "tls". That is SuperEdge's way: the edge speaks TLS to the
-// kubelet, and the cloud needs no key. It puts a key that every kubelet accepts on a machine that
-// may stand on a factory floor, so prefer [mode.cloud.https.kubelet] on the cloud.
+// cert returns the client certificate for kubelets, for the next conn; cert may be nil. With cert,
+// the cloud may ask for the network "tls", as in SuperEdge: the edge speaks TLS to the kubelet, and
+// the cloud needs no key. But then a key that every kubelet accepts is on a machine that may stand
+// on a factory floor. So prefer [mode.cloud.https.kubelet] on the cloud.
 //
 // ca verifies the target's certificate for the node's name. If ca is nil, the module accepts any
-// certificate, because a kubelet's default one is self-signed, but only from targets on this
-// machine's own addresses. That is sound because such bytes never leave the machine. To answer in
-// the target's place, an attacker needs a process on the node itself that listens on the target's
-// port while the kubelet does not; an attacker on the network cannot. The private key does not
-// leave this process in either case.
+// certificate, because a kubelet's default certificate is self-signed. But then the target must have
+// an address of this machine, so the bytes never leave the machine. To answer in the target's place,
+// an attacker would need a process on the node that listens on the kubelet's port while the kubelet
+// does not. The private key never leaves this process.
 func NewEdge(dial tunnel.DialFunc, cert func() *tls.Certificate, ca *x509.CertPool) *Edge {
 	return &Edge{dial: dial, cert: cert, ca: ca, localAddrs: net.InterfaceAddrs}
 }

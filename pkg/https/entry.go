@@ -19,18 +19,18 @@ type entry struct {
 	conn *clientConn
 
 	visit    tunnel.Visit
-	kind     tunnel.EventKind // of the request
-	path     string           // as events have it
-	status   int              // of the response; 0: none
+	kind     tunnel.EventKind // the event that the request is
+	path     string           // the path in events: see eventOf
+	status   int              // the status of the response; 0: there is none yet
 	caller   string           // common name of the caller's certificate
 	node     tunnel.NodeName
 	sent     int64        // bytes to the caller
 	received atomic.Int64 // bytes from the caller; the transport's goroutine reads the body
 
-	refused bool        // we have answered, not the target
-	code    tunnel.Code // of our refusal; 0: the request is wrong by itself
+	refused bool        // the front door has answered, not the target
+	code    tunnel.Code // the code of our refusal; 0: the request itself is wrong
 	why     string      // what was wrong; "": nothing
-	denied  denial      // kind of the warning; 0: that of the code
+	denied  denial      // the kind of the warning; 0: the kind that belongs to code
 }
 
 func (f *FrontDoor) newEntry(w http.ResponseWriter, r *http.Request, c *clientConn) *entry {
@@ -63,7 +63,7 @@ func (e *entry) Write(b []byte) (int, error) {
 	return n, err
 }
 
-// head notes the status of the response. Only the first one counts, and of the informational ones only 101.
+// head notes the status of the response. It ignores further calls, and informational statuses other than 101.
 func (e *entry) head(status int) {
 	if e.status == 0 && (status >= 200 || status == http.StatusSwitchingProtocols) {
 		e.status = status
@@ -76,10 +76,10 @@ func (e *entry) head(status int) {
 // refuse notes that we have refused the request.
 func (e *entry) refuse(code tunnel.Code, why string) { e.refused, e.code, e.why = true, code, why }
 
-// maxShown bounds the path and the texts of one line, in bytes.
+// maxShown is the longest path or text in a log line, in bytes.
 const maxShown = 512
 
-// shown returns text as it stands in a line.
+// shown returns text for a log line: cut to maxShown.
 func shown(text string) string {
 	if len(text) > maxShown {
 		return strings.ToValidUTF8(text[:maxShown], "") + "…"
@@ -87,8 +87,8 @@ func shown(text string) string {
 	return text
 }
 
-// end is called when the request is over. panicked says that a panic of ours has ended it. A request that was refused
-// is a warning; any other one has a line at level debug. No line shows the query, which may hold what a caller runs or
+// end is called when the request is over. panicked is true if a panic of ours has ended it. end logs a refused request
+// as a warning, and any other request at level debug. It never logs the query, which may hold what a caller runs or
 // types.
 func (e *entry) end(panicked bool) {
 	switch {
@@ -98,7 +98,7 @@ func (e *entry) end(panicked bool) {
 		e.refuse(tunnel.Gone, "the caller has gone")
 	}
 	e.log()
-	// The target has sent what the caller has received.
+	// Both calls take first the bytes from the caller, and then the bytes to the caller.
 	if e.refused {
 		e.visit.Rejected(e.code, e.why, e.received.Load(), e.sent, e.event)
 	} else {
@@ -111,7 +111,7 @@ func (e *entry) log() {
 	gone := e.code == tunnel.Gone && e.status == 0
 	isWarning := e.refused && !gone
 	if !isWarning && !e.f.log.Enabled(e.r.Context(), slog.LevelDebug) {
-		return // nearly every request: its line is not made
+		return // nearly every request: save the time to make its line
 	}
 	args := []any{
 		"frontend", e.conn.LocalAddr().String(), "target", e.conn.target, "node", string(e.node),
@@ -133,8 +133,8 @@ func (e *entry) log() {
 	}
 }
 
-// event describes the request for its visit. Method and path are parts of the request line in memory, which also has
-// the query: as copies they do not keep it.
+// event describes the request for its visit. It copies method and path: both point into the request line, which would
+// stay in memory with its query.
 func (e *entry) event() tunnel.Event {
 	return tunnel.Event{
 		Kind: e.kind, Node: e.node, Caller: e.caller, Remote: e.r.RemoteAddr,
@@ -143,8 +143,8 @@ func (e *entry) event() tunnel.Event {
 	}
 }
 
-// eventOf returns the event that a request with this path is, and the path as the event has it. A kubelet
-// that redirects callers to its streaming server has paths such as /cri/exec/TOKEN, whose token is a secret.
+// eventOf returns the kind of event for a request with this path, and the path for the event. A kubelet that redirects
+// callers to its streaming server uses paths such as /cri/exec/TOKEN. The token is a secret, so eventOf leaves it out.
 func eventOf(path string) (tunnel.EventKind, string) {
 	first, rest, _ := strings.Cut(strings.TrimLeft(path, "/"), "/")
 	if first == "cri" {

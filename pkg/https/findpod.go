@@ -19,9 +19,9 @@ import (
 
 // This file answers one question: which connected node has a pod?
 //
-// Kubernetes knows. If it can be asked (Config.Pods), its answer alone counts. Otherwise all
-// kubelets are asked. A stolen node could claim pods of others, so a node gets the request only if
-// it alone claims the pod:
+// Kubernetes knows. If the cloud can ask Kubernetes (Config.Pods), only its answer counts. Otherwise
+// the cloud asks all kubelets. A stolen node could claim pods of other nodes, so a node gets the
+// request only if no other node claims the pod:
 //
 //   - If two nodes claim the pod, neither gets the request.
 //   - A node that does not answer could be the owner. For a minute after its first missing answer
@@ -31,7 +31,7 @@ import (
 // docs/security.md says which attacks this leaves possible.
 
 const (
-	// findTimeout bounds a search for a pod, since the user of kubectl is waiting.
+	// findTimeout is how long a search for a pod may take, since the user of kubectl is waiting.
 	findTimeout = 5 * time.Second
 	// probeTimeout is how long a kubelet may take to say whether it has a pod. It is below
 	// findTimeout so that there is time to answer the caller.
@@ -62,7 +62,7 @@ type finder struct {
 
 	mu     sync.Mutex                    // guards the following
 	hints  map[podRef]hint               // last result for each pod, at most maxHints
-	silent map[tunnel.NodeName]time.Time // since when a connected node has not answered; no entry: it has
+	silent map[tunnel.NodeName]time.Time // since when a connected node has not answered; no entry: it has answered
 }
 
 // hint is a search's result: only this node claimed the pod.
@@ -173,12 +173,12 @@ func (p *proxy) findPod(ctx context.Context, ref podRef, caller string) (tunnel.
 	if r.answer.code == tunnel.NoSuchNode {
 		p.f.cfg.Counters.Refuse(tunnel.NoSuchNode)
 	}
-	own := *r.answer // the caller adds what this request has named
+	own := *r.answer // a copy, since the caller adds to it and other requests share the result
 	return r.node, &own
 }
 
-// lookUp asks Kubernetes. The result is not kept: kube-apiserver looks up the pod for each such
-// request, too, and the next pod with this name may be on another node.
+// lookUp asks Kubernetes for the node of a pod. It does not cache the result: the next pod with this
+// name may be on another node. kube-apiserver also looks up the pod for each such request.
 func (p *proxy) lookUp(ctx context.Context, ref podRef, _ string) (tunnel.NodeName, *answer) {
 	node, err := p.f.cfg.Pods.NodeOf(ctx, ref.namespace, ref.name)
 	switch {
@@ -278,7 +278,7 @@ type probeResults struct {
 	mayHave    []tunnel.NodeName // they have not answered and may have the pod; sorted
 	notAsked   []tunnel.NodeName // the search ended before they were asked; sorted
 	unanswered int               // how many have not answered
-	denied     int               // how many do not let us ask; they would not let us exec either
+	denied     int               // how many refuse our certificate; they would also refuse an exec
 	timedOut   bool              // a kubelet exceeded its time, or some were not asked in time
 }
 

@@ -127,8 +127,8 @@ type Config struct {
 	// caller; nil: not counted.
 	Counters *tunnel.Counters
 
-	// Sink is told of each connection that is passed through, and of each terminated request. The audit takes
-	// those requests alone that run or reach something in a pod.
+	// Sink is told of each connection that is passed through, and of each terminated request. Of the requests, the audit
+	// records only those that run a command in a pod or connect to a pod.
 	Sink tunnel.Sink
 }
 

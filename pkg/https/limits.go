@@ -9,16 +9,16 @@ import (
 // Limits bound what callers may cost. A zero field means the default, which fits 1,000 nodes on two
 // processors. docs/limits.md says what happens when each limit is reached.
 type Limits struct {
-	// Strangers bounds the connections that have not finished their handshake. Each costs a
-	// descriptor, a goroutine and up to hello.MaxLen bytes.
+	// Strangers is how many connections may be open that have not finished their handshake. Each
+	// costs a descriptor, a goroutine and up to hello.MaxLen bytes.
 	Strangers           int
-	StrangersPerAddress int // the same for one source, see listen.Strangers
-	// HandshakeTimeout bounds the time for a caller's ClientHello, again for its handshake, and
-	// again for the header of each request. It is also how long a caller that may not call stays
-	// connected, to be told so.
+	StrangersPerAddress int // how many of them one source may have, see listen.Strangers
+	// HandshakeTimeout is how long a caller may take for its ClientHello, then for its handshake, and
+	// then for the header of each request. It is also how long a caller that may not call stays
+	// connected, so that it can read the refusal.
 	HandshakeTimeout time.Duration
-	// ConnsPerAddress bounds the connections passed through from one source to one node. We cannot
-	// tell whether such a caller has any credential.
+	// ConnsPerAddress is how many connections one source may have passed through to one node. The
+	// front door cannot see whether such a caller has any credential.
 	ConnsPerAddress int
 	Headers         int // bytes of a request's or a response's header
 }

@@ -19,10 +19,10 @@ const dialTimeout = 10 * time.Second
 
 // decision says how a connection is handled.
 type decision struct {
-	mode   Mode            // Auto: it is closed
-	node   tunnel.NodeName // Passthrough: the node. Closed: the node that the SNI names; "": it names none
-	reason string          // closed: why, and what to do
-	alert  byte            // closed: the TLS alert for the caller
+	mode   Mode            // Passthrough or Terminate; Auto means that the front door closes the connection
+	node   tunnel.NodeName // with Passthrough: the node. With Auto: the node that the SNI names; "": none
+	reason string          // with Auto: why the front door closes the connection, and what to do
+	alert  byte            // with Auto: the TLS alert for the caller
 }
 
 // decide decides how a connection that started with h is handled.
@@ -150,8 +150,8 @@ func (f *FrontDoor) pass(live context.Context, c *clientConn, source netip.Addr,
 	return nil
 }
 
-// passed describes a connection that is, or should have been, passed through. The caller is known by its address
-// alone: it and the kubelet authenticate each other.
+// passed describes a connection that is, or should have been, passed through. The front door knows only the address of
+// the caller: the caller and the kubelet authenticate each other.
 func passed(c *clientConn, node tunnel.NodeName) tunnel.Event {
 	remote := c.RemoteAddr().String()
 	return tunnel.Event{

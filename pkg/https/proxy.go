@@ -205,8 +205,8 @@ func (p *proxy) route(e *entry, r *http.Request, c *clientConn, body *requestBod
 		return hop{}, false
 	}
 	sni, err := tunnel.ParseNodeName(c.sni)
-	// In Auto mode a connection whose SNI names a node should be passed through. This one could not
-	// be when it came, and the caller keeps it in its pool.
+	// In Auto mode the front door passes a connection through if its SNI names a connected node. The
+	// node was not connected when this connection came, and the caller keeps the connection in its pool.
 	missedPassthrough := p.f.cfg.Mode == Auto && err == nil
 	// TLS has verified the certificate; we check whether its name may call.
 	h.caller = e.caller
@@ -230,9 +230,8 @@ func (p *proxy) route(e *entry, r *http.Request, c *clientConn, body *requestBod
 	if a != nil && a.node == "" {
 		a.node = namedBy(sni, r)
 	}
-	// The caller's next connection can be passed through: now if the node is connected again,
-	// otherwise once it is. Closing this one does not harm requests in flight (see
-	// requestBody.markLast).
+	// Close this connection, since the front door can pass the caller's next connection through, as soon
+	// as the node is connected again. Closing does not harm requests in flight (see requestBody.markLast).
 	body.closeAfter = body.closeAfter || missedPassthrough &&
 		(p.f.nodes.Holds(sni) || a != nil && a.code == tunnel.NoSuchNode)
 	if a != nil {
@@ -242,8 +241,8 @@ func (p *proxy) route(e *entry, r *http.Request, c *clientConn, body *requestBod
 		return refuse(answerf(http.StatusMethodNotAllowed, 0, "CONNECT is not served here"))
 	}
 	if c.passErr != nil && string(node) == c.sni {
-		// Passing it through was tried when the connection came. The caller's next connection tries
-		// again.
+		// The front door tried to pass the connection through when it came. It tries again with the
+		// caller's next connection.
 		body.closeAfter = true
 		e.visit.Told = c.passTold
 		code := tunnel.CodeOf(c.passErr)

@@ -70,7 +70,7 @@ func (f *FrontDoor) Run(ctx context.Context) error {
 		<-ctx.Done()
 	}
 	if err = accepting.Wait(); err != nil {
-		kill() // no grace period: nobody asked us to stop, and the process is about to end
+		kill() // no grace period: a listener has failed, and the process is about to end
 	}
 	if web != nil {
 		web.stop(live)
@@ -187,9 +187,9 @@ func (f *FrontDoor) serve(ctx, live context.Context, web *web, raw net.Conn, ind
 }
 
 // notPassed tells a caller why its connection was not passed through: by an HTTP response after a
-// handshake or, if we cannot terminate, by a TLS alert. For the handshake the connection needs a
-// place among the strangers again: serve has released its first one. A terminated connection has its warning
-// with its request, or with its handshake.
+// handshake or, if the front door cannot terminate, by a TLS alert. For the handshake, the connection
+// needs a place among the strangers again, since serve has released its first place. If the front door
+// terminates the connection, it logs the warning with the handshake or the request.
 func (f *FrontDoor) notPassed(ctx, live context.Context, web *web, c *clientConn, node tunnel.NodeName, err error,
 	log *slog.Logger) {
 	if !f.cfg.terminates() {

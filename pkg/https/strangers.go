@@ -49,15 +49,16 @@ const (
 	denyKinds   = denyFailure + 1<<4 // number of kinds
 )
 
-// failureOf returns the kind of the warning about a request or a connection that failed with a code; 0: none.
+// failureOf returns the kind of the warning about a request or a connection that failed with this code.
 func failureOf(code tunnel.Code) denial { return denyFailure + denial(code)%(denyKinds-denyFailure) }
 
-// failureBurst is how many failures of one code may have a warning each minute: one node's must not hide all
-// others'.
+// failureBurst is how many warnings a minute are logged for failures with one code. With one a minute, the failures
+// of one node would hide those of all other nodes.
 const failureBurst = 10
 
-// warn logs a warning, and at level debug beyond the limit of kind k: once a minute, or failureBurst times. It
-// reports whether it was a warning, and how many of this kind were none since the last one.
+// warn logs a message as a warning. Beyond the limit of kind k, it logs at level debug: the limit is one warning a
+// minute, or failureBurst. warned reports whether it was a warning. skipped is how many messages of this kind were not
+// warnings since the last warning.
 func (f *FrontDoor) warn(k denial, msg string, args ...any) (skipped int, warned bool) {
 	args = append([]any{"module", Name}, args...)
 	skipped, warned = f.denials[k].Allow()

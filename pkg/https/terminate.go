@@ -43,10 +43,10 @@ func (c *Config) serverTLS() *tls.Config {
 	}
 }
 
-// terminate does the TLS handshake with a caller and gives the connection to web. A caller that has
-// proven that it may call gives its place among the strangers back. A caller with a valid
-// certificate that may not call keeps its place. It can still send a request, to be told what is
-// wrong, and terminate returns when its connection has ended.
+// terminate does the TLS handshake with a caller and gives the connection to web. If the caller may
+// call, terminate releases its place among the strangers. If the caller has a valid certificate but may
+// not call, it keeps its place: it can still send a request, whose answer says what is wrong. terminate
+// then returns when the connection has ended.
 func (f *FrontDoor) terminate(ctx, live context.Context, web *web, c *clientConn, place *listen.Stranger,
 	log *slog.Logger) {
 	hctx, cancel := context.WithTimeout(ctx, f.cfg.Limits.HandshakeTimeout)
@@ -66,7 +66,7 @@ func (f *FrontDoor) terminate(ctx, live context.Context, web *web, c *clientConn
 		f.cfg.OnePort.Met(c.RemoteAddr())
 	}
 	log.Debug("https connection terminated", "remote", c.RemoteAddr().String())
-	// At the end net/http's Close would wait for each caller that does not read.
+	// Reset at the end of the grace period: net/http's Close would wait for each caller that does not read.
 	c.stopWatch = context.AfterFunc(live, func() { c.Reset() })
 	var nc net.Conn = tc // net/http speaks HTTP/2 only with a *tls.Conn
 	if tc.ConnectionState().NegotiatedProtocol != "h2" {
@@ -93,9 +93,9 @@ func (f *FrontDoor) terminate(ctx, live context.Context, web *web, c *clientConn
 	}
 }
 
-// warnHandshake warns that the handshake with a caller has failed. If its SNI names a node that could not be
-// reached, that is the true cause: the caller has met our certificate instead of the kubelet's, and reports
-// that it is for another name.
+// warnHandshake warns that the handshake with a caller has failed. If the SNI names a node that the front door could
+// not reach, the warning says so. Then the caller has got our certificate in place of the kubelet's, and its own error
+// only says that the certificate is for another name.
 func (f *FrontDoor) warnHandshake(c *clientConn, err error) {
 	node, cause := f.unreached(c)
 	if cause != nil {
@@ -106,8 +106,8 @@ func (f *FrontDoor) warnHandshake(c *clientConn, err error) {
 		"remote", c.RemoteAddr().String(), "node", string(node), "err", err)
 }
 
-// unreached returns the node that the SNI of c names, and why c was not passed through to it. cause is nil if
-// the SNI names no node, or nothing was to be passed through.
+// unreached returns the node that the SNI of c names, and why c was not passed through to the node. cause is nil if
+// the SNI names no node, or the front door does not pass c through anyway.
 func (f *FrontDoor) unreached(c *clientConn) (node tunnel.NodeName, cause error) {
 	node, err := tunnel.ParseNodeName(c.sni)
 	own := f.cfg.Certificate()
@@ -136,7 +136,7 @@ type web struct {
 	conns   sync.WaitGroup   // connections that net/http owns
 }
 
-// startWeb starts the server. Everything that it serves ends with live.
+// startWeb starts the server. When live is done, all requests that it serves end.
 func (f *FrontDoor) startWeb(live context.Context) *web {
 	w := &web{
 		proxy:   newProxy(live, f),
@@ -188,7 +188,7 @@ func (w *web) stop(live context.Context) {
 	w.server.Shutdown(live) //nolint:errcheck // on an error, wait closes what is left
 }
 
-// wait returns when nothing of w is running any more. live must be done.
+// wait waits until all goroutines of w have ended. live must be done.
 func (w *web) wait() {
 	w.server.Close() // its listener is closed already
 	w.serving.Wait()

@@ -15,30 +15,31 @@ const (
 	traceState  = "Tracestate"
 )
 
-// traceOf returns the context of a trace that r brings; nil: it brings none, or nobody wants to know.
+// traceOf returns the trace context in the headers of r; nil: r has none, or the cloud makes no traces.
 func (f *FrontDoor) traceOf(r *http.Request) *tunnel.TraceContext {
 	parent := r.Header[traceParent]
-	if f.cfg.Sink.Tracer == nil || len(parent) != 1 { // two of them are not valid
+	if f.cfg.Sink.Tracer == nil || len(parent) != 1 { // a request with two traceparents is not valid
 		return nil
 	}
 	return tunnel.ParseTraceContext(parent[0], strings.Join(r.Header[traceState], ","))
 }
 
-// passTrace makes the target's spans children of trace; nil: the headers stay as the caller has sent them.
+// passTrace sets the headers of the request to the target, so that the target's spans become children of trace. If
+// trace is nil, the headers stay as the caller has sent them.
 func passTrace(pr *httputil.ProxyRequest, trace *tunnel.TraceContext) {
 	if trace == nil {
 		return
 	}
 	pr.Out.Header.Set(traceParent, trace.Traceparent())
 	if trace.State == "" {
-		pr.Out.Header.Del(traceState) // not valid, or behind a traceparent that is not
+		pr.Out.Header.Del(traceState) // the caller's tracestate, or the traceparent that it belongs to, is not valid
 	}
 }
 
 // traceKey is the context key of the *tunnel.TraceContext of the request that a dial is for.
 type traceKey struct{}
 
-// withTrace returns ctx with trace; nil: ctx itself.
+// withTrace returns ctx with trace. If trace is nil, it returns ctx.
 func withTrace(ctx context.Context, trace *tunnel.TraceContext) context.Context {
 	if trace == nil {
 		return ctx

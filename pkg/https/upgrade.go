@@ -39,8 +39,8 @@ type switched struct {
 
 func (s *switched) Error() string { return "switched protocols" }
 
-// upgrader returns a round tripper for one request that asks to switch to protocol. It uses a conn
-// of its own. A response other than 101 is returned as usual.
+// upgrader returns a round tripper for one request that asks to switch to protocol. It opens a conn
+// for this request only. It returns a response other than 101 as usual.
 func (p *proxy) upgrader(h hop, protocol string) roundTripper {
 	return func(out *http.Request) (*http.Response, error) {
 		var conn net.Conn // set before RoundTrip returns
