@@ -15,9 +15,9 @@
 // [Hosts] parses and prints the file that the Writer keeps. It never changes lines that
 // the Writer did not write.
 //
-// The package does not decide which nodes may join: a name gets here only with a session
-// whose node was proven. It uses Kubernetes through pkg/kube alone. The Responder needs no
-// Kubernetes.
+// The package does not decide which nodes may join: it gets a name only from a session whose
+// edge has proven which node it is. It uses Kubernetes only through pkg/kube. The Responder
+// needs no Kubernetes.
 package dns
 
 import (
@@ -36,8 +36,8 @@ type Truth interface {
 	// Records returns every node that a replica holds, sorted by name. The caller may keep
 	// the slice but must not change it.
 	Records() []Record
-	// Hears reports whether Records includes the nodes of the replica at that address. If it
-	// does not, it is unknown which nodes that replica holds.
+	// Hears reports whether Records includes the nodes of the replica at that address. If not,
+	// this replica does not know which nodes that replica holds.
 	Hears(replica netip.Addr) bool
 	// Changed returns a channel that is closed at the next change. To miss no change, call
 	// Changed before any other method.
@@ -47,7 +47,7 @@ type Truth interface {
 // Record says which addresses lead to a node.
 type Record struct {
 	Node  tunnel.NodeName
-	Addrs []netip.Addr // of the replica that holds the node; at most one per family, IPv4 first
+	Addrs []netip.Addr // addresses of the replica that holds the node; at most one per family, IPv4 first
 }
 
 // Names says which names may be published: those of the Nodes that Kubernetes knows. Without
@@ -66,7 +66,7 @@ type Local struct {
 		tunnel.Nodes
 		Changed() <-chan struct{}
 	}
-	Addrs []netip.Addr // by which clients reach this replica
+	Addrs []netip.Addr // addresses by which clients reach this replica
 }
 
 var _ Truth = Local{}
@@ -102,7 +102,7 @@ type Merged struct {
 	Replicas interface {
 		// Addrs returns the addresses of the replica that holds a node.
 		Addrs(n tunnel.NodeName) []netip.Addr
-		// All returns the same for every node that any replica holds.
+		// All returns, for every node that any replica holds, the addresses of that replica.
 		All() map[tunnel.NodeName][]netip.Addr
 		Hears(replica netip.Addr) bool // see Truth
 		Changed() <-chan struct{}      // see Truth
@@ -130,9 +130,9 @@ func (m Merged) Hears(replica netip.Addr) bool { return m.Replicas.Hears(replica
 // Changed implements Truth.
 func (m Merged) Changed() <-chan struct{} { return m.Replicas.Changed() }
 
-// usable returns the addresses to publish, of the addresses that another replica has reported as
-// its own: one of each family, IPv4 first. It drops addresses with a zone, since a zone can be any
-// text, even one with a line break.
+// usable returns those of the reported addresses that may be published: one of each family, IPv4
+// first. Another replica has reported them as its own. usable drops addresses with a zone, since a
+// zone can be any text, even one with a line break.
 func usable(reported []netip.Addr) []netip.Addr {
 	var addrs []netip.Addr
 	for _, a := range reported {

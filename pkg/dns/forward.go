@@ -15,9 +15,10 @@ import (
 )
 
 const (
-	// upstreamTimeout bounds one exchange with one upstream. Then the next upstream is tried.
+	// upstreamTimeout is how long one exchange with one upstream may take. Then the forwarder tries the
+	// next upstream.
 	upstreamTimeout = 2 * time.Second
-	// forwardTimeout bounds the exchanges of one query with all upstreams. It is the default
+	// forwardTimeout is how long all exchanges of one query may take together. It is the default
 	// timeout of a stub resolver (resolv.conf(5), timeout).
 	forwardTimeout = 5 * time.Second
 )
@@ -29,8 +30,8 @@ const (
 //
 // If an upstream forwards queries to this responder, there is a loop. Each round of the loop
 // occupies one of ResponderConfig.Lookups. When all are in use, the next query gets SERVFAIL
-// at once. That is an answer, so no further upstream is tried, and it returns through the
-// loop to the client. A loop that loses packets ends after forwardTimeout.
+// at once. SERVFAIL is an answer, so the forwarder tries no further upstream, and the answer
+// returns through the loop to the client. A loop that loses packets ends after forwardTimeout.
 type forwarder struct {
 	// Set once.
 	upstream func() []netip.AddrPort // tried in order

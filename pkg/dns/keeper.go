@@ -104,8 +104,8 @@ func (k *keeper) delay(err error) time.Duration {
 	return max(d, min(kube.RetryAfter(err), maxRetryAfter))
 }
 
-// writeIfChanged reads the file unless its content is known, and writes it if it has to change. wrote
-// reports whether it was written.
+// writeIfChanged reads the file unless k.file has its content. It writes the file if the content must
+// change. wrote reports whether it has written the file.
 func (k *keeper) writeIfChanged(ctx context.Context, now time.Time) (d decision, wrote bool, _ error) {
 	store := k.w.cfg.Store
 	if k.file == nil {
@@ -144,7 +144,7 @@ func (k *keeper) replicaAlive(ctx context.Context, now time.Time) func(netip.Add
 	hears := k.w.cfg.Truth.Hears
 	k.hasUnknownReplica = slices.ContainsFunc(k.hosts.Own, func(e Entry) bool { return !hears(e.Addr) })
 	switch {
-	case !k.hasUnknownReplica: // no line depends on the list
+	case !k.hasUnknownReplica: // every replica with a line is covered by the truth, so the list is not needed
 		k.w.update(func(s *writerState) { s.replicasErr = nil })
 	case now.Sub(k.replicasAt) >= replicasMaxAge:
 		alive, err := list(ctx)

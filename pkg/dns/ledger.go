@@ -22,10 +22,10 @@ const (
 	fullSize = 1 << 20
 )
 
-// A ledger decides which lines of the Writer the file shall have. Its only state is since when
-// each line has had no node.
+// A ledger decides which lines of the Writer the file shall have. It remembers only one thing: for
+// lines whose node no replica holds, since when.
 type ledger struct {
-	gone map[Entry]time.Time // entries whose node no replica holds; since when
+	gone map[Entry]time.Time // since when no replica holds the node of an entry
 }
 
 // facts are the input of a decision.
@@ -78,7 +78,7 @@ func (l *ledger) decide(file Hosts, others int, f facts) decision {
 				continue // the node has moved to another replica
 			}
 		case !f.truth.Hears(e.Addr) && f.alive(e.Addr):
-			// Its replica may still hold the node; this replica cannot know.
+			// The replica at e.Addr may still hold the node, but does not tell this replica: keep the line.
 		default:
 			since, ok := l.gone[e]
 			if !ok {

@@ -10,15 +10,15 @@ import (
 )
 
 const (
-	// resolvConfEvery is how often the file is read at most. The stub resolver of Go looks as often.
+	// resolvConfEvery is the least time between two reads of the file, as in the stub resolver of Go.
 	resolvConfEvery = 5 * time.Second
 	// maxServers is how many servers of the file count (MAXNS of resolv.conf(5)).
 	maxServers = 3
 	domainPort = 53
 )
 
-// ResolvConf is a resolv.conf, followed: it may be written again while the process runs. Any goroutine may call its
-// methods.
+// ResolvConf reads the servers in a resolv.conf, and reads the file again when it has changed. Any goroutine may call
+// its methods.
 type ResolvConf struct {
 	path string
 	skip func(netip.Addr) bool // set once
@@ -28,7 +28,8 @@ type ResolvConf struct {
 	servers []netip.AddrPort
 }
 
-// NewResolvConf returns the file at a path. skip says which servers do not count; nil: all count.
+// NewResolvConf returns a ResolvConf for the file at path. It leaves out the servers for which skip returns true; nil:
+// it leaves out none.
 func NewResolvConf(path string, skip func(netip.Addr) bool) *ResolvConf {
 	if skip == nil {
 		skip = func(netip.Addr) bool { return false }
@@ -36,7 +37,7 @@ func NewResolvConf(path string, skip func(netip.Addr) bool) *ResolvConf {
 	return &ResolvConf{path: path, skip: skip}
 }
 
-// Servers returns the servers that the file names. If the file cannot be read, Servers returns the same as before.
+// Servers returns the servers that the file names. If it cannot read the file, it returns the servers of the last read.
 func (c *ResolvConf) Servers() []netip.AddrPort {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -42,12 +42,14 @@ const (
 type ResponderConfig struct {
 	Listen   string           // host:port, for UDP and TCP
 	Upstream []netip.AddrPort // tried in order for names that are not a node's; empty: NXDOMAIN
-	// Upstreams takes the place of Upstream, if not nil: the servers of the moment. None: SERVFAIL.
+	// Upstreams replaces Upstream, unless it is nil. The responder calls it for each query to get the servers to ask. If
+	// there are none, the query gets SERVFAIL.
 	Upstreams func() []netip.AddrPort
-	// Dial connects to an upstream; nil: a net.Dialer does.
+	// Dial connects to an upstream; nil: the responder uses a net.Dialer.
 	Dial func(ctx context.Context, network, addr string) (net.Conn, error)
-	// Zone answers further questions; nil: none. Its reply has a code and records. It returns nil for a name that it does
-	// not have. If the last record is an alias that the question does not ask for, an upstream is asked for the rest.
+	// Zone returns the code and the records of the answer to a question; nil: the zone does not have the name. If the
+	// last record is an alias (CNAME) that the question does not ask for, the responder asks an upstream for the rest. A
+	// nil Zone has no names.
 	Zone func(dns.Question) *dns.Msg
 	// AllowFrom are the networks whose queries are forwarded to an upstream. Queries from others
 	// are refused, since an answer can be 31 times as long as its query, and the client's address
@@ -55,7 +57,7 @@ type ResponderConfig struct {
 	AllowFrom auth.Sources
 	Truth     Truth            // nil: there are no nodes
 	Names     Names            // nil: every connected node may be published
-	Counters  *tunnel.Counters // counts panics and limits; nil: they are not counted
+	Counters  *tunnel.Counters // counts panics and limits; nil: nobody counts them
 	Sockets   *listen.Sockets  // opens the sockets; nil: nobody can take them over
 	Log       *slog.Logger
 	// Conns is how many TCP connections may be open at once, an eighth of them from one source;
@@ -97,7 +99,7 @@ const (
 type Responder struct {
 	// Set once.
 	cfg      ResponderConfig
-	forwards bool // names that are not known here are forwarded
+	forwards bool // the responder forwards queries for names that it does not know
 	forward  forwarder
 
 	addr  atomic.Pointer[net.Addr] // nil while not listening; written by Run
@@ -161,8 +163,8 @@ func (r *Responder) Addr() net.Addr {
 }
 
 // Run listens and answers queries until ctx is done. Then it stops at once. A client that still
-// waits for an upstream's answer gets none, and asks another server. Once another process has taken
-// over, which has the nodes, Run takes no more queries.
+// waits for an upstream's answer gets none, and asks another server. After another process has taken
+// over, Run reads no more queries, since the other process knows the nodes.
 func (r *Responder) Run(ctx context.Context) error {
 	udp, tcp, err := r.Open(ctx, r.cfg.Listen)
 	if err != nil {
@@ -179,13 +181,13 @@ func (r *Responder) Run(ctx context.Context) error {
 	return r.Serve(ctx, udp, tcp)
 }
 
-// Open opens an address for UDP and TCP: its port is the same. Its errors say what to do.
+// Open opens addr for UDP and TCP, with the same port for both. Its errors say what to do.
 func (r *Responder) Open(ctx context.Context, addr string) (*net.UDPConn, net.Listener, error) {
 	return openBoth(ctx, r.cfg.Sockets, addr)
 }
 
-// Serve is Run with sockets that are open, and closes them. A responder can serve several of them at once. An error
-// says that a socket is broken.
+// Serve is Run with sockets that are already open. Serve closes them when it ends. Several goroutines may call Serve
+// at once, with different sockets. It returns an error if a socket is broken.
 func (r *Responder) Serve(ctx context.Context, udp *net.UDPConn, tcp net.Listener) error {
 	tcp = listen.Steady(tcp, r.cfg.Log)
 	g, ctx := errgroup.WithContext(ctx)
@@ -241,7 +243,7 @@ func isLocal(a netip.Addr) bool {
 	}
 	ours, err := net.InterfaceAddrs()
 	if err != nil {
-		return false // a loop is then bounded by ResponderConfig.Lookups only
+		return false // ResponderConfig.Lookups still ends a loop of queries
 	}
 	for _, o := range ours {
 		if p, err := netip.ParsePrefix(o.String()); err == nil && p.Addr().Unmap() == a.WithZone("") {

@@ -44,7 +44,7 @@ type query struct {
 	opt      *dns.OPT     // the client's OPT record; nil: the client does not use EDNS, so the answer must not
 	limit    int          // bytes of the longest answer that the client accepts
 	via      transport
-	aliases  []dns.RR // the beginning of the answer; an upstream is asked for the target of the last one
+	aliases  []dns.RR // the first records of the answer, from Zone; an upstream resolves the target of the last one
 }
 
 // answer returns the reply to a packet; nil: the packet gets no reply. If an upstream must be
@@ -171,7 +171,7 @@ func (r *Responder) lookup(name tunnel.NodeName) []netip.Addr {
 // zoneReply answers as the zone says. The reply is nil if an upstream must be asked for the rest.
 func (r *Responder) zoneReply(q *query, m *dns.Msg) (*dns.Msg, outcome) {
 	if n := len(m.Answer); n > 0 && q.question.Qtype != dns.TypeCNAME && q.question.Qtype != dns.TypeANY && r.forwards &&
-		m.Answer[n-1].Header().Rrtype == dns.TypeCNAME && len(m.Ns) == 0 { // with a SOA, the zone has said all
+		m.Answer[n-1].Header().Rrtype == dns.TypeCNAME && len(m.Ns) == 0 { // with a SOA, the answer is complete
 		q.aliases = m.Answer
 		return nil, outcomeForwarded
 	}
@@ -220,9 +220,9 @@ func (r *Responder) nodeReply(q *query, addrs []netip.Addr) (*dns.Msg, outcome) 
 //
 // The SOA record says how long a client may cache the answer. Its owner is the root: there is one
 // zone with all nodes, so one SOA is above every name. If a name does not exist, no name below it
-// should exist (RFC 8020). But "example.com" is denied even while edge1.example.com is connected:
-// otherwise every query would have to check all nodes. A client that draws that conclusion does
-// so for negativeTTL only.
+// should exist (RFC 8020). But the responder denies "example.com" even while edge1.example.com is
+// connected: otherwise it would have to check all nodes for every query. A client that then denies
+// edge1.example.com does so only for negativeTTL.
 func (r *Responder) negativeReply(q *query, rcode int) *dns.Msg {
 	m := r.authoritativeReply(q, rcode)
 	m.Ns = []dns.RR{&dns.SOA{

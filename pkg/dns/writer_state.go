@@ -42,9 +42,8 @@ func (w *Writer) countWrite(bytes int) {
 	w.log.Debug("written", "target", w.cfg.Store.String(), "bytes", bytes)
 }
 
-// noteFailure counts a failed attempt and stores its error, but a conflict only from the
-// conflictsToReport-th in a row on. It logs the error unless the one stored before has the same
-// reason.
+// noteFailure counts a failed attempt and stores its error. It stores a conflict only if it is at least
+// the conflictsToReport-th in a row. It logs the error unless the last stored error has the same reason.
 func (w *Writer) noteFailure(err error) {
 	reason := kube.ReasonFor(err)
 	w.stats.attempts[reason].Add(1)
@@ -73,7 +72,7 @@ func (w *Writer) noteSynced(d decision, file kube.Content) {
 		s.err, s.conflicts = nil, 0
 		s.entries, s.size = len(d.hosts.Own), file.Others+len(file.Text)
 		s.decision = d
-		s.hosts = Hosts{} // it may be large, and it is not used
+		s.hosts = Hosts{} // hosts may be large, and nobody reads it here
 	})
 	target := w.cfg.Store.String()
 	if before.err != nil {
@@ -93,7 +92,7 @@ func (w *Writer) noteSynced(d decision, file kube.Content) {
 	}
 }
 
-// Note returns why the file does not have the content that it should have; "" if it has.
+// Note returns why the file lacks the content that it should have; "": the content is right.
 func (w *Writer) Note() string {
 	var notes []string
 	add := func(format string, args ...any) { notes = append(notes, fmt.Sprintf(format, args...)) }
