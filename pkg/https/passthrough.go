@@ -138,7 +138,7 @@ func (f *FrontDoor) pass(live context.Context, c *clientConn, source netip.Addr,
 	})
 	if err != nil {
 		err = dialError(ctx, err)
-		visit.Failed(err, who) // the caller gets an answer, which counts
+		visit.Failed(err, who) // not Refused: the caller still gets an answer, and that answer is counted
 		c.passTold = true
 		return err
 	}
