@@ -8,23 +8,23 @@ import (
 	"tunnel.example/tunnel/pkg/listen"
 )
 
-// callerConn is a caller's connection whose bytes are preceded by a PROXY header for the target, or may
-// not begin with one.
+// callerConn is a caller's connection as the splice reads it. Read can add a PROXY header for the target before the
+// caller's bytes, and can refuse a caller whose own first bytes are a PROXY header.
 type callerConn struct {
 	*net.TCPConn
 
 	// Owned by the reader.
-	header  []byte // Read returns it first; the target gets it without a byte from the caller
-	first   []byte // the caller's first bytes, up to balancer.HeaderBegin of them, until checked
-	checked bool   // first has been checked, or need not be
+	header  []byte // Read returns it first, at once: the target gets it even if the caller sends nothing
+	first   []byte // the caller's first bytes, at most balancer.HeaderBegin of them, until checked
+	checked bool   // first has been checked, or needs no check
 
 	unexpected func(first []byte) bool // reports whether the caller's first bytes are refused; set once
 }
 
-// errUnexpectedHeader ends a connection. The log has said why.
+// errUnexpectedHeader is the error of Read for a caller whose PROXY header is refused. The log has a line about it.
 var errUnexpectedHeader = errors.New("the caller has sent a PROXY header, and is not known as a balancer")
 
-// from returns c for the splice.
+// from returns the connection that the splice reads: c, or a callerConn over c.
 func (p *port) from(c net.Conn) (net.Conn, error) {
 	// Without balancers, the port forwards any first bytes: a header may be for the target.
 	if p.SendProxy == 0 && len(p.ProxyFrom) == 0 {
@@ -58,8 +58,8 @@ func (c *callerConn) Read(b []byte) (int, error) {
 	return n, err
 }
 
-// check reports whether the caller's bytes until now, of which b are the last, are refused. Fewer bytes than
-// balancer.HeaderBegin pass at once, since a caller may wait for an answer to them. They are no whole header.
+// check adds b to the caller's first bytes, and reports whether these bytes begin a PROXY header that is refused. It
+// lets fewer bytes than balancer.HeaderBegin pass: they are no whole header, and the caller may wait for an answer.
 func (c *callerConn) check(b []byte) bool {
 	c.first = append(c.first, b[:min(len(b), balancer.HeaderBegin-len(c.first))]...)
 	if len(c.first) < balancer.HeaderBegin {

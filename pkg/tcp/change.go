@@ -11,12 +11,12 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// Prepare opens what the front door needs to have these listeners instead of its own. With an error, the
-// front door is as before. Until Commit or Abort, neither another change nor Run begins.
+// Prepare prepares a change to other listeners: it opens what the change needs. If Prepare returns an error, the front
+// door is as before. Another change, or Run, begins only after Commit or Abort.
 //
-// A listener whose address stays is not closed, so that no caller is refused; its next callers get the new
-// line. Two changes close a listener before they open another one: a new address that overlaps an old one of
-// the same port, and other balancers (ProxyFrom). Conns go on, also those of a listener that is removed.
+// A listener whose address stays is not closed, so no caller is refused, and its next callers get the new line. In two
+// cases Prepare closes a listener before it opens the new one: the new address overlaps the old address at the same
+// port, or the balancers (ProxyFrom) differ. Conns continue, also conns of a removed listener.
 func (f *FrontDoor) Prepare(ctx context.Context, listeners []Listener) (tunnel.Prepared, error) {
 	f.changing.Lock()
 	c := &change{f: f, listeners: listeners}
@@ -36,11 +36,11 @@ type change struct {
 	f         *FrontDoor
 	listeners []Listener
 
-	up     bool    // the front door serves; otherwise there is nothing to open
-	next   []*door // in the order of listeners
-	opened []*door // those of next that are new
-	left   []*door // open, and not in next
-	closed []*door // closed already, since a new address overlaps theirs
+	up     bool    // the front door serves; if not, prepare opens nothing
+	next   []*door // the doors after the change, in the order of listeners
+	opened []*door // the doors of next that prepare has opened
+	left   []*door // open doors that are not in next
+	closed []*door // old doors that prepare has closed, since a new address overlaps theirs
 }
 
 func (c *change) prepare(ctx context.Context) error {
@@ -81,7 +81,7 @@ func (c *change) prepare(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// keep takes from left the door that can go on with the line l; nil: there is none.
+// keep removes from left, and returns, the open door that can serve the line l; nil: there is none.
 func (c *change) keep(l Listener, addr *net.TCPAddr) *door {
 	i := slices.IndexFunc(c.left, func(d *door) bool {
 		return d.addr.IP.Equal(addr.IP) && d.addr.Port == addr.Port && d.addr.Zone == addr.Zone &&
@@ -95,7 +95,7 @@ func (c *change) keep(l Listener, addr *net.TCPAddr) *door {
 	return d
 }
 
-// closePort closes the doors of a port that are left, and reports whether there was one.
+// closePort closes the doors of left that have this port number, and reports whether there was one.
 func (c *change) closePort(port int) (found bool) {
 	c.left = slices.DeleteFunc(c.left, func(d *door) bool {
 		if d.addr.Port != port {

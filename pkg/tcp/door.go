@@ -11,13 +11,13 @@ import (
 	"tunnel.example/tunnel/pkg/listen"
 )
 
-// door is one open listener. Its port can be replaced while it accepts, so that no caller is refused.
+// door is one open listener. A change can replace its line (port) while it accepts, so that no caller is refused.
 type door struct {
 	// Set once.
-	addr *net.TCPAddr // as configured: a port that the kernel chooses is 0
+	addr *net.TCPAddr // the configured address: its port is 0 if the kernel chooses the port
 	ln   net.Listener
 
-	port   atomic.Pointer[port] // for the next callers
+	port   atomic.Pointer[port] // the line for the next callers
 	closed atomic.Bool          // set before ln is closed
 }
 
@@ -34,7 +34,7 @@ func (d *door) accept(ctx context.Context, serve func(*port, net.Conn)) error {
 	return nil
 }
 
-// close closes the listener. The conns of its callers go on.
+// close closes the listener. The conns of its callers continue.
 func (d *door) close() {
 	d.closed.Store(true)
 	d.ln.Close()

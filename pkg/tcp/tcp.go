@@ -46,7 +46,7 @@ import (
 const name = "tcp"
 
 const (
-	// dialTimeout bounds a dial through the tunnel, including the edge's own dial.
+	// dialTimeout is how long a dial through the tunnel may take, including the edge's own dial.
 	dialTimeout = 10 * time.Second
 )
 
@@ -59,7 +59,7 @@ type Listener struct {
 	Allow  auth.Sources    // sources that may connect; empty: loopback only, and then Listen must be loopback
 
 	ProxyFrom auth.Sources     // balancers that send a PROXY header; see package balancer
-	SendProxy balancer.Version // of the PROXY header that the target gets before the caller's bytes; 0: none
+	SendProxy balancer.Version // version of the PROXY header that the target gets before the caller's bytes; 0: none
 }
 
 // FrontDoor is the cloud's module.
@@ -74,20 +74,20 @@ type FrontDoor struct {
 	// Set once.
 	dialer tunnel.Dialer
 	log    *slog.Logger
-	grace  time.Duration // how long conns may go on after Run's ctx is done
+	grace  time.Duration // how long conns may continue after Run's ctx is done
 	// listen opens a listener; tests replace it.
 	listen func(ctx context.Context, network, addr string) (net.Listener, error)
 
-	// changing is held from Prepare to Commit or Abort, and while Run opens the listeners. It is locked
-	// before mu.
+	// changing is held from Prepare to Commit or Abort, and while Run opens the listeners. A goroutine that
+	// needs both locks changing before mu.
 	changing sync.Mutex
 
 	mu        sync.Mutex // guards the following
 	listeners []Listener
 	up        bool        // all listeners are open
-	stopped   bool        // Run stops, and opens nothing more
+	stopped   bool        // Run is stopping or has stopped: no listener may be opened
 	open      []*door     // in the order of listeners; nil unless up
-	start     func(*door) // starts to accept; nil unless up
+	start     func(*door) // makes a door accept; nil unless up
 }
 
 var (
@@ -120,7 +120,7 @@ func (f *FrontDoor) Ready() error {
 	return nil
 }
 
-// Idle reports whether there is no listener, so that the front door has nothing to do.
+// Idle reports whether the front door has no listener, and so nothing to do.
 func (f *FrontDoor) Idle() bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -166,7 +166,7 @@ func (f *FrontDoor) Run(ctx context.Context) error {
 			}
 		})
 	}
-	// The goroutine below ends after up is false, so g is not done while start may be called.
+	// While up is true, the goroutine below keeps g from ending. So start may add a goroutine to g at any time.
 	start := func(d *door) {
 		g.Go(func() error {
 			defer d.ln.Close()
@@ -205,10 +205,10 @@ func (f *FrontDoor) closeDoors() {
 	f.open, f.up, f.start, f.stopped = nil, false, nil, true
 }
 
-// port is what callers of one listener get: one line of the configuration. It never changes.
+// port serves the callers of one line of the configuration. It never changes.
 type port struct {
 	Listener
-	line      Listener // as configured: Listener has the default of Allow
+	line      Listener // the line as configured; the embedded Listener has the default of Allow filled in
 	dialer    tunnel.Dialer
 	balancers *balancer.Balancers
 	log       *slog.Logger
@@ -292,8 +292,8 @@ func (p *port) serve(ctx context.Context, c net.Conn) {
 	p.logEnded(caller, *node, &visit, sent, received, err)
 }
 
-// The arguments of log calls take hundreds of bytes of stack. In functions of their own, they do not
-// take them for as long as the conn lives.
+// The arguments of log calls take hundreds of bytes of stack. In functions of their own, they free the stack when the
+// call returns, and not only when the conn ends.
 
 func (p *port) logOpened(caller net.Addr, node tunnel.NodeName, v *tunnel.Visit) {
 	p.log.Debug("conn opened", "caller", caller, "node", node, "dur", v.Since())
@@ -326,7 +326,7 @@ func (p *port) event(caller net.Addr, node tunnel.NodeName) tunnel.Event {
 	}
 }
 
-// dial opens a conn for a caller. node is the node that was asked last.
+// dial opens a conn for a caller. node is the node that was dialled last.
 func (p *port) dial(
 	ctx context.Context, caller string, trace *tunnel.TraceContext,
 ) (c net.Conn, node *tunnel.NodeName, err error) {
