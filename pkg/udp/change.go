@@ -33,7 +33,7 @@ func (f *FrontDoor) Prepare(ctx context.Context, listeners []Listener) (tunnel.P
 	}, nil
 }
 
-// SetLimits changes the limits of all ports. Flows that are open go on, even if they are too many.
+// SetLimits changes the limits of all ports. Open flows continue, even if there are more than the new limits permit.
 func (f *FrontDoor) SetLimits(l Limits) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -45,7 +45,8 @@ func (f *FrontDoor) SetLimits(l Limits) {
 	}
 }
 
-// closing is how long a change waits for a removed port to close. Its conns are reset, which takes no time.
+// closing is how long a change waits for a removed port to close. This takes hardly any time, since the conns of the
+// port are reset.
 const closing = 5 * time.Second
 
 // change is a change of the listeners. Its owner holds FrontDoor.changing.
@@ -53,10 +54,10 @@ type change struct {
 	f         *FrontDoor
 	listeners []Listener
 
-	up       bool    // the front door serves; otherwise there is nothing to open
-	next     []*port // in the order of listeners
-	opened   []*port // those of next that are new
-	unwanted []*port // open, and not in next
+	up       bool    // the front door serves; if not, prepare opens nothing
+	next     []*port // the ports after the change, in the order of listeners
+	opened   []*port // the ports of next that prepare has opened
+	unwanted []*port // open ports that are not in next
 }
 
 func (c *change) prepare(ctx context.Context) error {
@@ -95,7 +96,7 @@ func (c *change) prepare(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// keep takes from unwanted the port that has this address; nil: there is none.
+// keep removes from unwanted, and returns, the port with this address; nil: there is none.
 func (c *change) keep(addr *net.UDPAddr) *port {
 	i := slices.IndexFunc(c.unwanted, func(p *port) bool {
 		return p.addr.IP.Equal(addr.IP) && p.addr.Port == addr.Port && p.addr.Zone == addr.Zone
@@ -108,7 +109,8 @@ func (c *change) keep(addr *net.UDPAddr) *port {
 	return p
 }
 
-// open opens a port. An earlier change may have removed the same one: then its flows end now.
+// open opens a port. If a port that an earlier change has removed still has the address, open ends the flows of that
+// port now.
 func (c *change) open(ctx, conns context.Context, l Listener, addr *net.UDPAddr) (*port, error) {
 	samePort := func(p *port) bool { return p.addr.Port == addr.Port && addr.Port != 0 }
 	if i := slices.IndexFunc(c.unwanted, samePort); i >= 0 {
@@ -158,7 +160,7 @@ func (c *change) commit() {
 	}
 }
 
-// left notes that a port has ended.
+// left removes a port that has ended from the front door.
 func (f *FrontDoor) left(p *port) {
 	p.endConns()
 	f.mu.Lock()
@@ -167,7 +169,7 @@ func (f *FrontDoor) left(p *port) {
 	close(p.gone)
 }
 
-// change gives new flows the line l.
+// change makes l the line of the port, for new flows.
 func (p *port) change(l Listener) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -186,7 +188,7 @@ func (p *port) change(l Listener) {
 	}
 }
 
-// frontend returns the address of the port as it is configured.
+// frontend returns the configured address of the port.
 func (p *port) frontend() string {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -8,16 +8,16 @@ import (
 	"golang.org/x/net/ipv6"
 )
 
-// control is what the kernel says of received datagrams, beside the caller's address.
+// control is what the kernel says about received datagrams, beside the caller's address.
 type control struct {
-	local   netip.Addr // the address that the caller has dialled; zero: the socket's own
-	reply   []byte     // control message with which a reply leaves from local; nil: the kernel chooses
-	segment int        // size of each of several datagrams that were received at once; 0: there is one
+	local   netip.Addr // the address to which the caller has sent; zero: the address of the socket
+	reply   []byte     // control message that sends a reply from the address local; nil: the kernel chooses an address
+	segment int        // the size of each datagram, if the kernel gives several at once; 0: there is one datagram
 }
 
 const (
-	// maxControls bounds the controls that are remembered: a machine may have a whole network of
-	// addresses, and any size of datagrams may come at once.
+	// maxControls is how many controls are remembered: a machine may have a whole network of addresses,
+	// and datagrams of any size.
 	maxControls = 1 << 10
 	// controlRoom is the length of the buffer for control messages, in bytes: IPV6_PKTINFO (40) and
 	// UDP_GRO (24) are the longest that are asked for.
@@ -27,13 +27,13 @@ const (
 // controls parses control messages. The same ones come with every datagram to one address, so it
 // remembers what they mean. One goroutine owns it.
 type controls struct {
-	v6    bool                // of an IPv6 socket
-	known map[string]*control // by the bytes of the control messages
-	local map[netip.Addr][]byte
+	v6    bool                  // the socket is an IPv6 socket
+	known map[string]*control   // by the bytes of the control messages
+	local map[netip.Addr][]byte // control.reply by control.local
 }
 
-// wantLocal asks the kernel for the address that callers have dialled, if the socket takes datagrams
-// for several addresses. On systems that cannot say it, the kernel chooses where replies leave from.
+// wantLocal makes the kernel say to which address a caller has sent, if the socket receives datagrams
+// for several addresses. On a system that cannot say it, the kernel chooses the source of replies.
 func wantLocal(c *net.UDPConn, listen netip.AddrPort) (v6 bool) {
 	v6 = !listen.Addr().Unmap().Is4()
 	switch {
@@ -85,7 +85,7 @@ func (c *controls) replyFrom(a netip.Addr) []byte {
 	if reply := c.local[a]; reply != nil {
 		return reply
 	}
-	// An IPv6 socket takes the message of IPv4 for an IPv4 caller.
+	// An IPv6 socket accepts the control message of IPv4 for an IPv4 caller.
 	reply := (&ipv4.ControlMessage{Src: a.Unmap().AsSlice()}).Marshal()
 	if a.Unmap().Is6() {
 		reply = (&ipv6.ControlMessage{Src: a.AsSlice()}).Marshal()

@@ -18,23 +18,23 @@ const (
 	// DefaultEdgeFlows is how many flows an edge has at once. Each takes a descriptor and a local port;
 	// Linux has 28,232 local ports by default (net.ipv4.ip_local_port_range).
 	DefaultEdgeFlows = 16 << 10
-	// edgeIdleTime is how long a flow of an edge lives without a datagram. The cloud ends it earlier,
-	// so that no datagram meets a flow that has ended here.
+	// edgeIdleTime is how long a flow of an edge lives without a datagram. The cloud ends an idle flow
+	// earlier, so no datagram arrives for a flow that the edge has ended.
 	edgeIdleTime = idleTime + 15*time.Second
-	// flowBuffer is the size of the receive buffer of a flow's socket that is asked for, in bytes. The
-	// kernel takes memory only for datagrams that wait in it.
+	// flowBuffer is the size of the receive buffer that the edge asks for, for the socket of each flow,
+	// in bytes. The kernel uses memory only for datagrams that wait in the buffer.
 	flowBuffer = 4 << 20
-	// maxOpening bounds the flows of one conn whose targets' names are being resolved.
+	// maxOpening is how many flows of one conn may wait at once until their targets' names are resolved.
 	maxOpening = 64
-	// maxPending bounds the datagrams of one flow that wait for its target's name, in bytes.
+	// maxPending is how many bytes of one flow may wait until its target's name is resolved.
 	maxPending = 16 << 10
-	// pendingCost is what a pending datagram takes beside its own bytes, in bytes: so maxPending bounds
-	// empty datagrams, too.
+	// pendingCost is how many bytes a waiting datagram counts beside its own bytes. So maxPending also
+	// limits empty datagrams.
 	pendingCost = 64
-	// refusedTime is the age at which a flow ends whose target has a name, and has refused a datagram
-	// but never answered. The next flow tries another address of the name.
+	// refusedTime ends a flow of this age if its target has a name, has refused a datagram, and has never
+	// answered. The next flow tries another address of the name.
 	refusedTime = 5 * time.Second
-	// maxRefused bounds the addresses whose refusals an edge remembers.
+	// maxRefused is how many addresses an edge remembers because they have refused a datagram.
 	maxRefused = 1 << 10
 )
 
@@ -53,7 +53,7 @@ type EdgeConfig struct {
 	Counters *Counters        // nil: not counted
 	Core     *tunnel.Counters // counts panics and limits; nil: not counted
 	Log      *slog.Logger
-	// OneTarget: a conn has a target, and its flows name no other one.
+	// OneTarget is true if each conn has a target, and its flows may not name another target.
 	OneTarget bool
 }
 
@@ -70,8 +70,8 @@ type Edge struct {
 	refused  time.Duration // see refusedTime; tests replace it
 	buffers  buffers
 
-	flows atomic.Int64 // of all conns
-	limit atomic.Int64 // of flows
+	flows atomic.Int64 // how many flows all conns have
+	limit atomic.Int64 // how many flows all conns may have
 
 	// One warning a minute each: a target is not permitted or cannot be reached; nothing listens there;
 	// a limit is reached.
@@ -102,7 +102,7 @@ func NewEdge(policy Policy, cfg EdgeConfig) *Edge {
 	return e
 }
 
-// SetFlows changes how many flows may be open at once; 0: DefaultEdgeFlows. Flows that are open go on.
+// SetFlows changes how many flows may be open at once; 0: DefaultEdgeFlows. Open flows continue.
 func (e *Edge) SetFlows(n int) { e.limit.Store(int64(cmp.Or(n, DefaultEdgeFlows))) }
 
 // Name implements tunnel.Module.
@@ -128,9 +128,9 @@ func (e *Edge) Run(ctx context.Context) error {
 	return nil
 }
 
-// Open implements tunnel.DialFunc: it returns the edge's end of a conn. A request without a target
-// lets each flow name its own, see EdgeConfig.OneTarget. Otherwise the target is tried here once, so
-// that the cloud learns before the first datagram why it cannot be reached.
+// Open implements tunnel.DialFunc: it returns the edge's end of a conn. If the request has no target,
+// each flow names its own target, see EdgeConfig.OneTarget. If the request has a target, Open tries it
+// once. So the cloud learns before the first datagram why the edge cannot reach the target.
 func (e *Edge) Open(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 	if r.Network != tunnel.NetworkUDP {
 		return nil, tunnel.Refusef(tunnel.Denied, "network %q of a conn for datagrams is not %q", r.Network,
@@ -151,7 +151,7 @@ func (e *Edge) Open(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 
 // newConn returns the end of a conn, and starts the goroutine that ends its idle flows.
 func (e *Edge) newConn(ctx context.Context, r tunnel.Request) (net.Conn, error) {
-	// ctx is that of the dial, which ends when the conn is open.
+	// Do not use ctx itself: it is the context of the dial, and is done when the conn is open.
 	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	c := &edgeConn{
 		edge: e, target: r.Addr, ctx: ctx, cancel: cancel, drain: make(chan struct{}),
@@ -216,7 +216,7 @@ func (e *Edge) logRefused(f *edgeFlow, err error) {
 	}
 }
 
-// refusalOf returns err as the payload of an end.
+// refusalOf returns err in the form of an ending, the payload of an end frame.
 func refusalOf(err error) ending {
 	e := ending{code: tunnel.CodeOf(err), text: err.Error()}
 	if r, ok := errors.AsType[*tunnel.Refusal](err); ok {

@@ -20,8 +20,8 @@ type edgeConn struct {
 
 	// Set once.
 	edge   *Edge
-	target string          // of flows that name none
-	ctx    context.Context // done when the conn has ended; for dials
+	target string          // the target of flows that name no target
+	ctx    context.Context // the context of dials; done when the conn has ended
 	cancel context.CancelFunc
 	drain  chan struct{} // closed by Edge.Run when the edge is about to stop
 
@@ -31,16 +31,16 @@ type edgeConn struct {
 	sender *sender
 	train  *train[*edgeFlow]
 	oob    []byte    // control messages of a train
-	now    time.Time // of the frames of this Write; zero: not asked yet
+	now    time.Time // the time of all frames of one Write; zero: the clock was not read yet
 
 	mu       sync.Mutex // guards the following
 	flows    map[flowID]*edgeFlow
-	order    list.List // of *edgeFlow, in the order in which they may make room: see victimLocked
+	order    list.List // of *edgeFlow, in the order in which victimLocked looks at them
 	opening  int       // flows that are being dialled
 	draining bool      // no flow is opened
 	over     bool      // the conn has ended
-	// closing are the sockets of flows that have ended. Close waits for the datagram that receive
-	// handles, so unlock closes them.
+	// closing are the sockets of flows that have ended. Closing a socket waits until receive has handled a
+	// datagram, so unlock closes the sockets after it has released mu.
 	closing []*net.UDPConn
 }
 
@@ -53,11 +53,11 @@ type edgeFlow struct {
 	caller string
 	began  time.Time
 
-	// last is when the last datagram came or went, in nanoseconds since began. It changes with no lock
-	// held, so it does not move the flow in edgeConn.order.
+	// last is when the last datagram came or went, in nanoseconds since began. Goroutines change it without
+	// a lock, so a change does not move the flow in edgeConn.order.
 	last atomic.Int64
 
-	ended     atomic.Bool // the socket is about to be closed: receive returns, however much has arrived
+	ended     atomic.Bool // the socket is about to be closed: receive returns even if datagrams wait
 	answered  atomic.Bool // the target has sent a datagram
 	confirmed atomic.Bool // the caller has sent a datagram after that, see table
 
@@ -65,10 +65,10 @@ type edgeFlow struct {
 
 	// Guarded by edgeConn.mu.
 	socket  *endSocket    // nil while the target is being dialled
-	ready   bool          // the goroutine that writes may send: nothing is pending any more
+	ready   bool          // the goroutine that writes may send, since nothing is pending any more
 	pending [][]byte      // datagrams that wait for the socket
 	waiting int           // bytes of pending, with pendingCost for each
-	drops   receiveDrops  // of socket
+	drops   receiveDrops  // counts what the kernel dropped at socket
 	element *list.Element // nil: the flow has ended
 	failed  Reason        // why datagrams that were not sent are dropped
 }
@@ -91,10 +91,10 @@ func (c *edgeConn) handle(f frame) error {
 		if err != nil {
 			return err
 		}
-		c.train.flush() // the flow that makes room may have datagrams there
+		c.train.flush() // a flow that must make room may have datagrams in the train
 		c.open(f.flow, o)
 	case kindEnd:
-		c.train.flush() // the flow may have datagrams there
+		c.train.flush() // the flow may have datagrams in the train
 		c.mu.Lock()
 		if flow := c.flows[f.flow]; flow != nil {
 			c.endLocked(flow)
@@ -142,7 +142,7 @@ func (c *edgeConn) datagram(id flowID, p []byte) {
 		return
 	}
 	c.mu.Unlock()
-	if c.now.IsZero() { // flushed resets it: the frames of one Write have one time
+	if c.now.IsZero() { // read the clock once for all frames of a Write; flushed resets now
 		c.now = time.Now()
 	}
 	f.touch(c.now)
@@ -152,14 +152,14 @@ func (c *edgeConn) datagram(id flowID, p []byte) {
 	c.train.add(f, p)
 }
 
-// addPendingLocked copies p. The caller holds edgeConn.mu, or nobody else knows the flow.
+// addPendingLocked adds a copy of p to pending. The caller holds edgeConn.mu, or nobody else knows the flow.
 func (f *edgeFlow) addPendingLocked(p []byte) {
 	f.pending, f.waiting = append(f.pending, append([]byte(nil), p...)), f.waiting+len(p)+pendingCost
 }
 
 func (f *edgeFlow) touch(now time.Time) { f.last.Store(int64(now.Sub(f.began))) }
 
-// idle returns how long no datagram has come or gone.
+// idle returns the time since the last datagram in either direction.
 func (f *edgeFlow) idle() time.Duration { return time.Since(f.began) - time.Duration(f.last.Load()) }
 
 func (c *edgeConn) sendToTarget(f *edgeFlow, p []byte, segment int) error {
@@ -183,11 +183,11 @@ func (f *edgeFlow) send(by *sender, p, control []byte) error {
 	return again
 }
 
-// reported counts an earlier datagram that did not arrive. It returns false if the flow is to end, so
-// that the next one tries another address of the target.
+// reported counts an earlier datagram that did not arrive. It returns false if the flow must end, so
+// that the next flow tries another address of the target.
 func (f *edgeFlow) reported(err error) (goOn bool) {
 	e := f.conn.edge
-	if errors.Is(err, syscall.EMSGSIZE) { // the kernel sends the next one in fragments
+	if errors.Is(err, syscall.EMSGSIZE) { // the kernel sends the next datagram of this length in fragments
 		e.counters.Drop(DropTooLong, 1)
 		return true
 	}
@@ -213,9 +213,9 @@ func (c *edgeConn) sentToTarget(_ *edgeFlow, n, bytes int, err error) {
 	c.edge.counters.ToTarget.add(n, bytes)
 }
 
-// mayBeReport reports whether err may be what a machine on the path has reported about an earlier
-// datagram (ICMP). The kernel returns a report once, from the next call of any kind; a datagram that
-// this call should send was then not sent.
+// mayBeReport reports whether err may be the report (ICMP) of a machine on the path about an earlier
+// datagram. The kernel returns each report once, as the error of the next call on the socket. If this
+// call should send a datagram, the kernel has not sent it.
 func mayBeReport(err error) bool {
 	errno, ok := errors.AsType[syscall.Errno](err)
 	if !ok {
@@ -231,8 +231,8 @@ func mayBeReport(err error) bool {
 	return true
 }
 
-// open opens a flow and sends its first datagram. An address needs no lookup, so it is dialled at
-// once; a name is resolved in a goroutine, so that the other flows do not wait.
+// open opens a flow and sends its first datagram. If the target is an address, open dials it at once. A
+// name is resolved in another goroutine, so that the other flows do not wait.
 func (c *edgeConn) open(id flowID, o opening) {
 	f := &edgeFlow{conn: c, id: id, target: o.addr, caller: o.caller, began: time.Now(), failed: DropLost}
 	if f.target == "" {
@@ -276,7 +276,7 @@ func (c *edgeConn) guard(f func()) {
 	}
 }
 
-// insert adds a flow that has no socket yet, or says why it does not.
+// insert adds a flow that has no socket yet. If it cannot, it returns why.
 func (c *edgeConn) insert(f *edgeFlow, wait bool) (Reason, error) {
 	e := c.edge
 	if limit := e.limit.Load(); e.flows.Add(1) > limit {
@@ -313,7 +313,7 @@ func (c *edgeConn) insert(f *edgeFlow, wait bool) (Reason, error) {
 	return 0, nil
 }
 
-// evict ends a flow of this conn. It returns false if there is none that makes room.
+// evict ends a flow of this conn to make room for another flow. It returns false if no flow may be ended.
 func (c *edgeConn) evict() bool {
 	c.mu.Lock()
 	defer c.unlock()
@@ -327,9 +327,9 @@ func (c *edgeConn) evict() bool {
 	return true
 }
 
-// victimLocked returns a flow that makes room, or nil: the oldest fresh flow, or one that has been idle
-// for evictIdle. It looks at few flows only, and puts the others at the back of the list. The caller
-// holds mu.
+// victimLocked returns a flow that may be ended to make room: the oldest fresh flow, or a flow that has
+// been idle for evictIdle; nil: there is none. It looks only at a few flows, and moves those that it
+// does not choose to the back of the list. The caller holds mu.
 func (c *edgeConn) victimLocked() *edgeFlow {
 	const looks = 32
 	for range min(looks, c.order.Len()) {
@@ -343,8 +343,8 @@ func (c *edgeConn) victimLocked() *edgeFlow {
 	return nil
 }
 
-// dial opens the socket of a flow, and sends what waits for it. It returns false if the flow has
-// failed or ended.
+// dial opens the socket of a flow, and sends the datagrams that wait for the socket. It returns false
+// if the flow has failed or ended.
 func (c *edgeConn) dial(f *edgeFlow) bool {
 	socket, err := c.edge.policy.DialUDP(c.ctx, f.target, c.edge.refusedAt)
 	if err != nil {
@@ -370,9 +370,9 @@ func (c *edgeConn) dial(f *edgeFlow) bool {
 	return c.sendPendingLocked(f)
 }
 
-// sendPendingLocked sends what has waited for the socket of a flow, in order, and then lets the
-// goroutine that writes send. It returns false if the flow has ended. The caller holds mu, which is
-// free while datagrams are sent.
+// sendPendingLocked sends, in order, the datagrams that have waited for the socket of a flow. Then it
+// sets ready, so that the goroutine that writes sends. It returns false if the flow has ended. The caller
+// holds mu; sendPendingLocked releases mu while it sends.
 func (c *edgeConn) sendPendingLocked(f *edgeFlow) bool {
 	own := c.sender
 	if len(f.pending) > 0 { // the caller is not the goroutine that owns c.sender
@@ -511,7 +511,7 @@ func (c *edgeConn) endIdle(idle time.Duration) (left int) {
 			c.endLocked(f)
 			continue
 		}
-		if f.idle() < c.edge.idle/sweeps && f.socket != nil { // it has received something since the last time
+		if f.idle() < c.edge.idle/sweeps && f.socket != nil { // the flow was in use since the last sweep
 			c.edge.counters.Drop(DropReceive, f.drops.more())
 		}
 	}

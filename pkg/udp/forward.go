@@ -14,17 +14,17 @@ import (
 const (
 	// routeTime is how often a flow in use is routed again.
 	routeTime = time.Second
-	// maxMuxes bounds the conns of a forwarder. Each takes some 70 KiB.
+	// maxMuxes is how many conns a forwarder may have. Each takes some 70 KiB.
 	maxMuxes = 1024
 )
 
 // A Router says where the datagrams of a Forwarder go.
 type Router interface {
-	// Route returns the target of a caller's datagrams, or why they are dropped. had is the target of the caller's
-	// flow; "": there is no flow. If the target is another one, the flow ends, and a new one begins. Route is called
-	// for the first datagram of a flow, and then once a second while datagrams come.
+	// Route returns the target of a caller's datagrams. If ok is false, the forwarder drops them, and counts them under
+	// why. had is the target of the caller's flow; "": there is no flow. If target is not had, the flow ends, and a new
+	// flow begins. The forwarder calls Route for the first datagram of a flow, and once a second while datagrams come.
 	Route(caller netip.AddrPort, had string) (target string, why Reason, ok bool)
-	// Dial opens a conn for datagrams to a target: the other end is that of an Edge.
+	// Dial opens a conn for datagrams to a target, at whose other end is an Edge.
 	Dial(ctx context.Context, target string) (net.Conn, error)
 }
 
@@ -67,9 +67,9 @@ func (f *Forwarder) Run(ctx context.Context) error {
 	return g.Wait()
 }
 
-// routeLocked asks the router for the target of a caller's datagrams, if f, the flow of the caller, is nil or was
-// routed a while ago. It returns the flow that the datagrams go to; nil: a new flow to target. The caller holds mu,
-// which is free while the router is asked: only the goroutine that receives opens flows.
+// routeLocked returns the flow for a caller's datagrams; nil: the caller opens a new flow to target. It asks the router
+// if f, the present flow of the caller, is nil or was routed more than routeTime ago. The caller holds mu. routeLocked
+// releases mu while it asks the router, which is safe because only the goroutine that receives opens flows.
 func (p *port) routeLocked(
 	f *flow, caller netip.AddrPort, c *control, now time.Time,
 ) (to *flow, target string, why Reason, ok bool) {
@@ -82,10 +82,10 @@ func (p *port) routeLocked(
 	}
 	func() {
 		p.mu.Unlock()
-		defer p.mu.Lock() // also after a panic
+		defer p.mu.Lock() // lock again even after a panic
 		target, why, ok = p.router.Route(caller, had)
 	}()
-	f = p.table.flows[flowKey{caller, c.local}] // it may have ended meanwhile
+	f = p.table.flows[flowKey{caller, c.local}] // look again: the flow may have ended meanwhile
 	if f == nil {
 		return nil, target, why, ok
 	}
@@ -97,8 +97,8 @@ func (p *port) routeLocked(
 	return nil, target, why, ok
 }
 
-// roomForMuxLocked reports whether a new flow may have a conn of its own. It ends conns without flows if there are too
-// many. The caller holds mu.
+// roomForMuxLocked reports whether a new flow may open another conn. If there are maxMuxes conns, it ends those without
+// flows. The caller holds mu.
 func (p *port) roomForMuxLocked() bool {
 	if p.router == nil || len(p.muxes) < maxMuxes {
 		return true

@@ -30,10 +30,10 @@ const (
 	// maxDatagram is the longest payload of a UDP datagram over IPv4, in bytes: 65,535 less the headers
 	// of IP (20) and UDP (8). IPv6 permits 65,527: both sides drop such datagrams.
 	maxDatagram = 65507
-	// maxControl bounds the payload of a frame that is no datagram, in bytes. An open may be longer by
-	// its datagram.
+	// maxControl is the longest payload of a frame other than a datagram, in bytes. The datagram in an open
+	// does not count.
 	maxControl = 2 << 10
-	// maxText bounds each text in an opening and in an ending, in bytes.
+	// maxText is the longest text in an opening or an ending, in bytes.
 	maxText = 512
 )
 
@@ -111,7 +111,7 @@ func (s *splitter) feed(b []byte) error {
 	return nil
 }
 
-// complete appends bytes of b to part, until part is a whole frame, which it handles. done is false
+// complete appends bytes of b to part until part is a whole frame, and handles the frame. done is false
 // if b was too short.
 func (s *splitter) complete(b []byte) (done bool, rest []byte, err error) {
 	if missing := frameHeader - len(s.part); missing > 0 {

@@ -11,14 +11,14 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 )
 
-// Reason is why a datagram was dropped. docs/udp.md says of each what to do.
+// Reason is why a datagram was dropped. docs/udp.md says for each reason what an operator can do.
 type Reason uint8
 
 // The reasons, at the cloud and at the edge.
 const (
 	DropDenied      Reason = iota // the caller's address or the target is not permitted
 	DropFlows                     // a limit on flows is reached
-	DropFull                      // the queue to the other side is full, or the flow has its share of it
+	DropFull                      // the queue to the other side is full, or the flow already has its share of the queue
 	DropLate                      // the datagram has waited in the queue for too long
 	DropUnreachable               // the node is not connected, or the edge may not or cannot reach the target
 	DropLost                      // the conn ended while the datagram waited
@@ -97,7 +97,7 @@ type Counters struct {
 	dropped [numReasons]atomic.Uint64 // by Reason
 
 	mu      sync.Mutex                 // guards the following, and receiveDrops.seen of these sockets
-	sockets map[*receiveDrops]struct{} // asked when the metrics are read
+	sockets map[*receiveDrops]struct{} // the sockets whose drops are asked for when the metrics are read
 }
 
 // traffic counts the datagrams that this process has passed on in one direction.
@@ -127,8 +127,8 @@ func (c *Counters) Dropped(why Reason) uint64 {
 	return c.dropped[why].Load()
 }
 
-// watch lets the counters ask the kernel how many datagrams found the receive buffer of a socket
-// full. forget asks for the last time.
+// watch makes the counters include a socket: how many datagrams the kernel dropped because the receive
+// buffer of the socket was full. forget asks the kernel for the last time.
 func (c *Counters) watch(s *receiveDrops) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -10,10 +10,10 @@ import (
 )
 
 const (
-	// dialTimeout bounds a dial through the tunnel.
+	// dialTimeout is how long a dial through the tunnel may take.
 	dialTimeout = 10 * time.Second
-	// retryTime is how long a port does not dial again after a dial has failed. Datagrams that arrive
-	// meanwhile are dropped.
+	// retryTime is how long a port waits after a failed dial before it dials again. Meanwhile it drops
+	// datagrams.
 	retryTime = time.Second
 	// keepConn is how long a conn without flows stays open.
 	keepConn = 60 * time.Second
@@ -32,8 +32,8 @@ type mux struct {
 	flows   map[flowID]*flow
 	lastID  flowID
 	retired bool            // no new flow uses it
-	emptyAt time.Time       // since when it has no flow; zero: it has one
-	node    tunnel.NodeName // that was asked last; the port's own until then
+	emptyAt time.Time       // since when the mux has no flow; zero: it has a flow
+	node    tunnel.NodeName // the node that was dialled last; before the first dial, the node of the port's line
 	isOpen  bool            // the conn was opened
 	failure error           // why the conn could not be opened
 
@@ -41,7 +41,7 @@ type mux struct {
 	sender *sender
 	train  *train[*flow]
 	oob    []byte    // control messages of a train
-	now    time.Time // of the frames of this Write; zero: not asked yet
+	now    time.Time // the time of all frames of one Write; zero: the clock was not read yet
 }
 
 // newMux returns a mux for a target, by p's line now. The caller holds p.mu.
@@ -81,7 +81,8 @@ func (m *mux) run(ctx context.Context) {
 	m.log.Debug("conn for datagrams ended", "dur", time.Since(started), "err", err)
 }
 
-// opened notes which node was asked, and whether there is a conn to it. If so, the flows that wait for the conn open.
+// opened notes which node was dialled, and whether the dial has opened the conn. If so, the flows that wait for the
+// conn open.
 func (m *mux) opened(node tunnel.NodeName, ok bool) {
 	m.port.mu.Lock()
 	defer m.port.mu.Unlock()
@@ -127,7 +128,7 @@ func (m *mux) handle(f frame) error {
 
 // touch returns the flow to whose caller a datagram of n bytes goes, or nil if the flow has ended.
 func (m *mux) touch(id flowID, n int) *flow {
-	if m.now.IsZero() { // flushed resets it: the frames of one Write have one time
+	if m.now.IsZero() { // read the clock once for all frames of a Write; flushed resets now
 		m.now = time.Now()
 	}
 	p := m.port
@@ -184,8 +185,8 @@ func (m *mux) sentToCaller(_ *flow, n, bytes int, err error) {
 }
 
 // tooOld reports whether err is the answer of an edge that has no module for UDP. Such an edge refuses the open with
-// the code internal. The module itself uses it only for a failure of a system call that it does not know; the text,
-// which is in the log as well, says so.
+// the code internal. An edge with the module uses this code only for an unknown failure of a system call. The log also
+// has the text of err, which shows the difference.
 func tooOld(err error) bool {
 	r, ok := errors.AsType[*tunnel.Refusal](err)
 	return ok && r.Code == tunnel.Internal
@@ -196,7 +197,7 @@ func (m *mux) logFailed(err error) {
 	p := m.port
 	m.log.Debug("conn for datagrams refused", "err", err)
 	switch {
-	case p.router == nil && tooOld(err): // a router's conns lead to the cloud first
+	case p.router == nil && tooOld(err): // with a router, the answer comes from the cloud, not from an edge
 		if n, ok := p.warnFailed.Allow(); ok {
 			m.log.Warn("the tunnel of the edge is too old for UDP: install version "+p.software+" there, as here",
 				"err", err, "skipped", n)

@@ -25,7 +25,7 @@ func (*sender) sendTo(by *endSocket, _ bool, caller netip.AddrPort, p, control [
 	return err
 }
 
-// endSocket is a socket: a connected one of an edge, or that of a port.
+// endSocket is a UDP socket: of a flow at an edge, connected to the target, or of a port, not connected.
 type endSocket struct {
 	conn *net.UDPConn
 	raw  syscall.RawConn
@@ -45,7 +45,7 @@ func (e *endSocket) receive(pool *buffers, handle func(p []byte) bool, failed fu
 		case err != nil && !failed(err), err == nil && !handle(b[:n]):
 			return nil
 		case err != nil:
-			time.Sleep(time.Millisecond) // an error that stays must not take a processor
+			time.Sleep(time.Millisecond) // an error that repeats must not keep a processor busy
 		}
 	}
 }

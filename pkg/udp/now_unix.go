@@ -14,14 +14,14 @@ import (
 
 // sender sends datagrams, and never waits for room in a socket's buffer. One goroutine owns it.
 type sender struct {
-	call       func(fd uintptr) bool // set once: once, so that no call allocates
+	call       func(fd uintptr) bool // set once, so that sending allocates nothing
 	p, control []byte
 	to         unix.Sockaddr // nil: the socket is connected
 	err        error
 
-	in4   unix.SockaddrInet4 // what to points to; here, so that no call allocates
-	in6   unix.SockaddrInet6 // the same
-	zones map[string]uint32  // indexes of network interfaces, for link-local callers
+	in4   unix.SockaddrInet4 // to points to in4 or in6; they are here, so that sending allocates nothing
+	in6   unix.SockaddrInet6
+	zones map[string]uint32 // indexes of network interfaces, for link-local callers
 }
 
 func newSender() *sender {
@@ -70,7 +70,7 @@ func (s *sender) zone(name string) uint32 {
 	}
 	if i, err := net.InterfaceByName(name); err == nil {
 		index = uint32(i.Index) //nolint:gosec // not negative
-	} else if n, err := strconv.ParseUint(name, 10, 32); err == nil { // package net has found no name
+	} else if n, err := strconv.ParseUint(name, 10, 32); err == nil { // package net gives the index if it has no name
 		index = uint32(n)
 	}
 	if s.zones == nil {
@@ -89,7 +89,7 @@ func (s *sender) once(fd uintptr) bool {
 	}
 }
 
-// endSocket is a socket: a connected one of an edge, or that of a port.
+// endSocket is a UDP socket: of a flow at an edge, connected to the target, or of a port, not connected.
 type endSocket struct {
 	conn *net.UDPConn
 	raw  syscall.RawConn

@@ -18,31 +18,31 @@ import (
 )
 
 const (
-	// receiveBuffer is the size of a port's receive buffer that is asked for, in bytes.
+	// receiveBuffer is the size of the receive buffer that a port asks the kernel for, in bytes.
 	receiveBuffer = 4 << 20
 	// drainIdle is how long a flow must be idle to end while its port drains.
 	drainIdle = 2 * time.Second
 	// drainInterval is how often a draining port looks for idle flows.
 	drainInterval = 100 * time.Millisecond
-	// sweeps is how often in its idle time a port looks for idle flows.
+	// sweeps is how often a port looks for idle flows during one idle time.
 	sweeps = 12
 )
 
 // port serves one open socket.
 type port struct {
 	// Set once.
-	addr     *net.UDPAddr // as configured: a port that the kernel chooses is 0; nil in some tests
+	addr     *net.UDPAddr // the configured address: its port is 0 if the kernel chooses; nil in some tests
 	socket   *net.UDPConn
 	out      *endSocket    // the same socket, for sending
 	v6       bool          // the socket is one of IPv6
 	dialer   tunnel.Dialer // nil: router dials
-	router   Router        // chooses the target of each flow; nil: it is that of the line
+	router   Router        // chooses the target of each flow; nil: all flows have the target of the line
 	counters *Counters
 	core     *tunnel.Counters
 	software string
 	log      *slog.Logger
 	sink     *tunnel.Sink    // is told of each flow
-	conns    context.Context // of the muxes; done when the grace period is over
+	conns    context.Context // the context of the muxes; done when the grace period is over
 	endConns context.CancelFunc
 	running  sync.WaitGroup // the muxes
 	gone     chan struct{}  // closed when the port has ended
@@ -55,21 +55,22 @@ type port struct {
 
 	mu sync.Mutex // guards the following, and the flows
 	Listener
-	line     Listener           // as configured: Listener has the default of Allow
-	leave    context.CancelFunc // lets the port drain and end; nil: it has not started
+	line     Listener           // the line as configured; the embedded Listener has the default of Allow filled in
+	leave    context.CancelFunc // makes the port drain and end; nil: the port has not started
 	table    *table
-	current  map[string]*mux // by target: new flows use it; nil: the next flow opens one
+	current  map[string]*mux // by target, the mux of new flows; nil: the next flow makes a mux
 	muxes    map[*mux]struct{}
-	retryAt  map[string]time.Time // by target: no dial before
+	retryAt  map[string]time.Time // by target, the earliest time of the next dial
 	draining bool                 // no new flow is opened
 
-	// events are those of flows that have ended. sweep hands them over, since the audit may wait for a disk.
+	// events are the events of flows that have ended. sweep gives them to the audit, which may wait for a disk: the
+	// goroutine that receives must not wait.
 	events []tunnel.Event
-	missed int // events that found events full
+	missed int // how many events were lost because events was full
 }
 
-// receiveWhile receives once the socket is that of this process, until the socket is closed or another process has
-// taken it over. The flows can then still send.
+// receiveWhile waits until this process owns the socket, and then receives. It returns when the socket is closed, or
+// when another process has taken it over. The flows can then still send.
 func (p *port) receiveWhile(ctx context.Context, sockets *listen.Sockets) error {
 	select {
 	case <-sockets.Serving():
@@ -116,7 +117,7 @@ func (p *port) receiveAll() error {
 			return nil
 		case err != nil && listen.Transient(err) && failures < maxFailures:
 			failures++
-			time.Sleep(time.Duration(failures) * time.Millisecond) // the machine is short of something
+			time.Sleep(time.Duration(failures) * time.Millisecond) // such as a lack of memory, which may pass
 			continue
 		case err != nil:
 			return fmt.Errorf("receiving datagrams at %q: %w", p.frontend(), err)
@@ -167,7 +168,7 @@ func (p *port) forward(caller netip.AddrPort, c *control, datagram []byte) (why 
 	}
 	switch {
 	case !ok && first:
-		p.forgetLocked(f) // the edge has not heard of it
+		p.forgetLocked(f) // without an end: the edge does not know the flow
 		return why, false
 	case first:
 		p.counters.Opened.Add(1)
@@ -180,7 +181,7 @@ func (p *port) forward(caller netip.AddrPort, c *control, datagram []byte) (why 
 	return why, ok
 }
 
-// openLocked makes a flow to a target, or says why it does not. The caller holds mu.
+// openLocked makes a flow to a target. If it cannot, it returns why. The caller holds mu.
 func (p *port) openLocked(
 	caller netip.AddrPort, c *control, target string, now time.Time,
 ) (f *flow, why Reason, ok bool) {
@@ -219,7 +220,7 @@ func (p *port) openLocked(
 	return f, 0, true
 }
 
-// currentLocked returns the mux of new flows to a target. It starts one if there is none. The caller holds mu.
+// currentLocked returns the mux of new flows to a target. If there is no such mux, it starts one. The caller holds mu.
 func (p *port) currentLocked(target string) *mux {
 	if p.current[target] == nil {
 		m := newMux(p, target)
@@ -233,13 +234,13 @@ func (p *port) currentLocked(target string) *mux {
 	return p.current[target]
 }
 
-// endLocked ends a flow here and at the edge. The caller holds mu.
+// endLocked ends a flow at this side and at the edge. The caller holds mu.
 func (p *port) endLocked(f *flow) {
 	f.mux.out.control(kindEnd, f.id, nil)
 	p.removeLocked(f)
 }
 
-// removeLocked ends a flow here. The caller holds mu.
+// removeLocked ends a flow only at this side. The caller holds mu.
 func (p *port) removeLocked(f *flow) {
 	p.forgetLocked(f)
 	if f.mux.retired && len(f.mux.flows) == 0 {
@@ -261,7 +262,7 @@ func (p *port) forgetLocked(f *flow) {
 	p.noteLocked(f)
 }
 
-// retireLocked lets no new flow use m. The conn ends with its last flow. The caller holds mu.
+// retireLocked makes new flows use another mux than m. The conn of m ends with its last flow. The caller holds mu.
 func (p *port) retireLocked(m *mux) {
 	m.retired = true
 	if p.current[m.to.Target] == m {
@@ -298,7 +299,7 @@ func (p *port) failed(m *mux, err error) {
 	}
 }
 
-// dial opens a conn to the target of the line to. node is the node that was asked last.
+// dial opens a conn to the target of the line to. node is the node that was dialled last.
 func (p *port) dial(ctx context.Context, to Listener) (c net.Conn, node tunnel.NodeName, err error) {
 	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
 	defer cancel()
@@ -373,7 +374,7 @@ func (p *port) endIdle(idle time.Duration) (left int) {
 	return len(p.table.flows)
 }
 
-// closeUnused closes conns that have carried no flow for keepConn, and gives back memory.
+// closeUnused closes conns that have had no flow for keepConn, and frees memory of idle queues.
 func (p *port) closeUnused() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -386,7 +387,7 @@ func (p *port) closeUnused() {
 	maps.DeleteFunc(p.retryAt, func(_ string, at time.Time) bool { return time.Now().After(at) })
 }
 
-// closeSocket closes the socket. Nothing is received any more.
+// closeSocket closes the socket: the port receives no more datagrams.
 func (p *port) closeSocket() {
 	p.counters.forget(&p.drops)
 	p.socket.Close()
@@ -404,7 +405,7 @@ func (p *port) close() {
 	p.handOver()
 }
 
-// allowOrLoopback returns who may use a listener: without a list, callers on this machine.
+// allowOrLoopback returns the sources that may use a listener. Without a list, only callers on this machine may.
 func allowOrLoopback(l Listener) auth.Sources {
 	if len(l.Allow) > 0 {
 		return l.Allow

@@ -8,14 +8,14 @@ import (
 )
 
 const (
-	// queueSize bounds the frames of one conn that wait to be sent, in bytes. One flow may take half
-	// of it while it is alone: 34 ms of 50,000 datagrams of 1,200 bytes a second, since a process may wait so
+	// queueSize is how many bytes of frames of one conn may wait to be sent. A single flow may take half of
+	// the queue. With 50,000 datagrams of 1,200 bytes a second, this half holds 34 ms: a process may wait so
 	// long for a processor.
 	queueSize = 4 << 20
-	// controlReserve is room above queueSize for ends, in bytes.
+	// controlReserve is how many bytes beyond queueSize are reserved for ends.
 	controlReserve = 64 << 10
-	// maxWait is how long a datagram may wait. A later one is of little use: its sender has sent it
-	// again, or has given up. It would only delay the datagrams behind it.
+	// maxWait is how long a datagram may wait. Later it is of little use, since its sender has sent it
+	// again or has given up. It would only delay the datagrams behind it.
 	maxWait = 500 * time.Millisecond
 	// keepQueue is the capacity that an idle queue keeps, in bytes.
 	keepQueue = 4 << 10
@@ -26,9 +26,8 @@ const (
 	entryKeep = 1 << 31
 )
 
-// queue holds the frames that wait to be sent over a conn. Whoever adds frames never waits: what
-// finds the queue full is dropped. Read gives the bytes of many frames at a time to the sender of the
-// conn.
+// queue holds the frames that wait to be sent over a conn. Adding a frame never waits: if the queue is
+// full, the frame is dropped. Read gives the bytes of many frames at a time to the sender of the conn.
 //
 // The queue has two buffers: frames are added to in, and Read takes the frames of out. When Read has
 // taken all of out, the buffers change places.
@@ -37,22 +36,22 @@ type queue struct {
 	counters *Counters
 	passed   *traffic      // counts the datagrams that Read has taken
 	began    time.Time     // origin of the times in entries
-	wake     chan struct{} // to Read: there is something to take; one token is enough
+	wake     chan struct{} // wakes Read when a frame waits; capacity 1, since one token is enough
 
 	mu      sync.Mutex // guards the following, and share
 	in, out []byte     // entries
 	pos     int        // how much of out was taken
-	left    int        // bytes of the entry at pos that are not taken; 0: pos is at the header of an entry
-	cycle   uint32     // how often in and out have changed places; share.bytes counts in one cycle
-	open    time.Time  // since when frames can be sent; before, no datagram gets late
+	left    int        // bytes of the entry at pos that Read has not taken; 0: pos is at the header of an entry
+	cycle   uint32     // how often in and out have changed places; share.bytes is valid for one cycle
+	open    time.Time  // since when the conn is open; time before it does not make a datagram late
 	waiting bool       // Read waits for wake
 	ended   error      // no frame can be added; Read returns this error when all frames are taken; nil: not ended
 }
 
 // share is how much of a queue a flow has taken. The zero value is ready.
 type share struct {
-	cycle uint32 // the queue's, when bytes was last changed
-	bytes int    // in queue.in
+	cycle uint32 // the queue's cycle when bytes last changed
+	bytes int    // how many bytes of the flow are in queue.in
 }
 
 // newQueue returns an empty queue. It counts in c the datagrams that it drops, and in passed the datagrams
@@ -65,8 +64,8 @@ func newQueue(c *Counters, passed *traffic) *queue {
 // add adds a frame with a datagram of a flow: a datagram, or an open. If there is no room, add
 // returns why, and adds nothing.
 //
-// A flow may have as many bytes in the queue as are free. So a flow that sends more than the conn
-// takes leaves room for the others.
+// A flow may have at most as many bytes in the queue as are free. So a flow that sends more than the
+// conn can carry leaves room for the other flows.
 func (q *queue) add(s *share, k kind, id flowID, payload []byte, now time.Time) (drop Reason, ok bool) {
 	n := frameHeader + len(payload)
 	q.mu.Lock()
@@ -89,8 +88,8 @@ func (q *queue) add(s *share, k kind, id flowID, payload []byte, now time.Time) 
 	return 0, true
 }
 
-// control adds a frame that is no datagram. If there is no room, nothing is added: the other side
-// ends flows by itself.
+// control adds a frame that is not a datagram. If there is no room, it drops the frame: the other side
+// ends idle flows by itself.
 func (q *queue) control(k kind, id flowID, payload []byte) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -104,7 +103,7 @@ func (q *queue) control(k kind, id flowID, payload []byte) {
 
 func (q *queue) usedLocked() int { return len(q.in) + len(q.out) - q.pos }
 
-// addLocked appends an entry. keep: the entry is never too late.
+// addLocked appends an entry. If keep is true, the entry is never too late.
 func (q *queue) addLocked(k kind, id flowID, payload []byte, keep bool, now time.Time) {
 	size := uint32(frameHeader + len(payload)) //nolint:gosec // less than 24 bits
 	if keep {
@@ -117,7 +116,7 @@ func (q *queue) addLocked(k kind, id flowID, payload []byte, keep bool, now time
 	q.in = append(append(q.in, header[:]...), payload...)
 }
 
-// stamp returns a time in milliseconds since began. It starts again at 0 after 49 days.
+// stamp returns a time in milliseconds since began. After 49 days the number wraps to 0.
 func (q *queue) stamp(t time.Time) uint32 {
 	return uint32(t.Sub(q.began).Milliseconds()) //nolint:gosec // it wraps on purpose
 }
@@ -159,7 +158,8 @@ func (q *queue) Read(p []byte) (int, error) {
 	}
 }
 
-// take is Read, but returns 0 and nil if there is no frame. A token then follows the next frame.
+// take is Read without waiting: it returns 0 and nil if there is no frame. Then the next frame that is
+// added puts a token into wake.
 func (q *queue) take(p []byte) (n int, err error) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -188,8 +188,8 @@ func (q *queue) take(p []byte) (n int, err error) {
 	return 0, nil
 }
 
-// nextLocked goes to the next entry that is not too late. It returns false if there is none, or if
-// the entry has more than room bytes, unless the entry is to be the first.
+// nextLocked moves pos to the next entry that is not too late. It returns false if there is no such
+// entry, or if the entry has more than room bytes. If first is true, the entry may be longer than room.
 func (q *queue) nextLocked(now time.Time, room int, first bool) bool {
 	for {
 		if q.pos == len(q.out) {
@@ -215,13 +215,13 @@ func (q *queue) nextLocked(now time.Time, room int, first bool) bool {
 	}
 }
 
-// lateLocked reports whether a datagram of that stamp has waited too long.
+// lateLocked reports whether a datagram with this stamp has waited too long.
 func (q *queue) lateLocked(now time.Time, stamp uint32) bool {
 	waited := time.Duration(q.stamp(now)-stamp) * time.Millisecond
 	return waited > maxWait && now.Sub(q.open) > maxWait
 }
 
-// end lets no further frame in. Read returns the frames that wait, and then io.EOF.
+// end ends the queue: no frame can be added. Read returns the frames that wait, and then io.EOF.
 func (q *queue) end() { q.close(io.EOF) }
 
 func (q *queue) close(err error) {
@@ -234,8 +234,8 @@ func (q *queue) close(err error) {
 	q.wakeIf(true)
 }
 
-// abort throws away the frames that wait, and counts their datagrams as dropped by reason why. Read
-// returns err.
+// abort ends the queue, drops the frames that wait, and counts their datagrams under the reason why.
+// Read then returns err.
 func (q *queue) abort(err error, why Reason) {
 	q.close(err)
 	q.mu.Lock()
@@ -272,7 +272,7 @@ func countDatagrams(entries []byte) (n uint64) {
 	return n
 }
 
-// trim gives memory back if no frame waits.
+// trim frees memory if no frame waits.
 func (q *queue) trim() {
 	q.mu.Lock()
 	defer q.mu.Unlock()

@@ -9,12 +9,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// growReceive lets a socket hold more bytes that nobody has read yet. The kernel bounds them by
-// net.core.rmem_max, unless the process has CAP_NET_ADMIN.
+// growReceive enlarges the receive buffer of a socket. The kernel limits it to net.core.rmem_max, unless
+// the process has CAP_NET_ADMIN.
 func growReceive(raw syscall.RawConn, bytes int) {
 	raw.Control(func(fd uintptr) {
 		if unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, bytes) != nil {
-			unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_RCVBUF, bytes) //nolint:errcheck // it keeps its size
+			unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_RCVBUF, bytes) //nolint:errcheck // the size stays
 		}
 	})
 }
@@ -34,7 +34,7 @@ func trainSegment(control []byte) int {
 	}
 	for _, m := range messages {
 		if m.Header.Level == unix.IPPROTO_UDP && m.Header.Type == unix.UDP_GRO && len(m.Data) >= 2 {
-			return int(binary.NativeEndian.Uint16(m.Data)) // little-endian machines have an int of 4 bytes there
+			return int(binary.NativeEndian.Uint16(m.Data)) // little-endian kernels write 4 bytes: the first 2 suffice
 		}
 	}
 	return 0

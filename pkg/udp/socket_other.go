@@ -4,7 +4,7 @@ package udp
 
 import "syscall"
 
-// What Linux can do with many datagrams at once, other systems do one by one.
+// The functions of this file do nothing: only Linux can send and receive several datagrams by one system call.
 
 func growReceive(syscall.RawConn, int) {}
 

@@ -16,7 +16,8 @@ const (
 	DefaultFlowsPerAddress = 4 << 10
 	// idleTime is how long a flow lives without a datagram in either direction.
 	idleTime = 60 * time.Second
-	// evictIdle is how long a confirmed flow must have been idle to make room for another source's.
+	// evictIdle is how long a confirmed flow must have been idle before a new flow of another source may
+	// take its place.
 	evictIdle = 10 * time.Second
 )
 
@@ -39,26 +40,26 @@ func (l Limits) orDefault() Limits {
 // flowKey tells the flows of a port apart.
 type flowKey struct {
 	caller netip.AddrPort
-	local  netip.Addr // the address that the caller has dialled; zero: the port's own
+	local  netip.Addr // the address to which the caller has sent; zero: the address of the port
 }
 
-// flow is the datagrams between one caller and one target, at the cloud. port.mu guards it.
+// flow is the state of one flow at the cloud: the datagrams between one caller and one target. port.mu guards it.
 type flow struct {
 	// Set once.
 	key    flowKey
 	reply  []byte // see control.reply
-	mux    *mux   // whose conn carries the flow
+	mux    *mux   // the conn of this mux carries the flow
 	id     flowID
 	source *source
 	since  time.Time
 
 	sent, received int64     // payload bytes to the target, and from it
-	refusal        error     // why the edge has ended it; nil: it did not, or not because of a fault
+	refusal        error     // why the edge could not serve the flow; nil: it could
 	lost           bool      // the conn of mux has ended before the flow
-	last           time.Time // of the last datagram
-	routed         time.Time // when the router was asked last
-	answered       bool      // a datagram has gone to the caller
-	confirmed      bool      // the caller has sent a datagram after it was answered
+	last           time.Time // the time of the last datagram
+	routed         time.Time // when the router was last asked
+	answered       bool      // a datagram of the target has gone to the caller
+	confirmed      bool      // the caller has sent a datagram after an answer
 	ended          bool      // the table has removed the flow
 	share          share     // guarded by queue.mu
 
@@ -81,17 +82,17 @@ func (s *source) list(f *flow) *list.List {
 
 func (s *source) len() int { return s.fresh.Len() + s.confirmed.Len() }
 
-// table is the flows of a port. port.mu guards it.
+// table holds the flows of a port. port.mu guards it.
 //
-// The address of a caller is not proven: an attacker may send datagrams with any source address. A flow
-// is fresh until its caller has sent a datagram after an answer, and a new flow takes the place of the
-// fresh flow that has been idle longest. A flood that sends once from each false address therefore
-// displaces flows of other callers only while these wait for their first answer.
+// Nobody proves the address of a caller: an attacker may send datagrams with any source address. A flow
+// is fresh until its caller has sent a datagram after an answer. A new flow takes the place of the fresh
+// flow that has been idle longest. So a flood that sends once from each false address displaces flows of
+// other callers only while they wait for their first answer.
 //
-// A confirmed flow proves no address either: an attacker may send twice. No new flow of another source
-// displaces a confirmed flow in use, neither the caller's nor the attacker's. So such an attacker can
-// fill the table and keep new callers out. With the address of a caller, it can fill the place of this
-// source, and then displace the caller's confirmed flow.
+// A confirmed flow proves no address either: an attacker may send twice. A new flow of another source
+// never displaces a confirmed flow in use, neither a caller's nor an attacker's. So such an attacker can
+// fill the table and keep new callers out. If it uses the address of a caller, it can fill the places of
+// this source, and then displace the caller's confirmed flow.
 type table struct {
 	limits Limits // set once
 	idle   time.Duration
@@ -121,8 +122,8 @@ func sourceOf(a netip.Addr) netip.Prefix {
 	return p
 }
 
-// room returns the flow whose place a new flow of that caller takes; nil: there is room. ok is false
-// if there is no room and no flow may be displaced; limit says which limit is reached.
+// room returns the flow that must end to make room for a new flow of caller; nil: there is room. If
+// there is no room and no flow may be displaced, ok is false, and limit is the limit that is reached.
 func (t *table) room(caller netip.Addr, now time.Time) (victim *flow, limit tunnel.Limit, ok bool) {
 	if s := t.sources[sourceOf(caller)]; s != nil && s.len() >= t.limits.FlowsPerAddress {
 		front := s.fresh.Front()
@@ -157,7 +158,7 @@ func (t *table) insert(f *flow, now time.Time) {
 	t.flows[f.key] = f
 }
 
-// touch notes a datagram of a flow: from its caller, or to its caller.
+// touch notes a datagram of a flow, from its caller or to its caller.
 func (t *table) touch(f *flow, fromCaller bool, now time.Time) {
 	f.last = now
 	switch {
@@ -191,7 +192,7 @@ func (t *table) remove(f *flow) {
 	}
 }
 
-// idleFor returns a flow without a datagram since idle or longer, or nil.
+// idleFor returns a flow that has been idle for at least the time idle; nil: there is none.
 func (t *table) idleFor(idle time.Duration, now time.Time) *flow {
 	for _, l := range []*list.List{t.fresh, t.confirmed} {
 		if front := l.Front(); front != nil {

@@ -7,26 +7,25 @@ import (
 )
 
 const (
-	// maxTrain and maxTrainBytes bound what one system call sends: 64 datagrams are the least that any
-	// kernel with UDP_SEGMENT takes, and a receiver needs room for all of them at once.
+	// maxTrain and maxTrainBytes limit what one system call sends. Every kernel with UDP_SEGMENT accepts
+	// 64 datagrams, but the receiver needs room for all of them at once.
 	maxTrain      = 32
 	maxTrainBytes = 60_000
 )
 
-// train gathers datagrams that go to one place and have the same size, so that one system call sends
-// them. The last one may be shorter. The other side receives each datagram by itself. One goroutine
-// owns a train.
+// train collects datagrams of one size to one place, so that one system call sends them all. The last
+// datagram may be shorter. The other side receives single datagrams. One goroutine owns a train.
 type train[Place comparable] struct {
 	// send sends p to a place, in datagrams of segment bytes; 0: p is one datagram. Set once.
 	send func(to Place, p []byte, segment int) error
-	// sent is told how n datagrams with bytes in all were sent. Set once.
+	// sent is called with the outcome of sending n datagrams, which have bytes bytes in all. Set once.
 	sent func(to Place, n, bytes int, err error)
 
-	limit   int    // segments above limit go one by one
-	to      Place  // of the datagrams that wait
-	n       int    // how many wait
-	segment int    // size of each but the last
-	buf     []byte // the datagrams
+	limit   int    // datagrams longer than limit are sent one by one
+	to      Place  // the place of the datagrams that wait
+	n       int    // how many datagrams wait
+	segment int    // the size of each datagram that waits, except the last
+	buf     []byte // the bytes of the datagrams that wait
 }
 
 // newTrain returns a train. Unless segments is true, it sends datagrams one by one: see canSegment.
@@ -74,13 +73,13 @@ func (t *train[Place]) flush() {
 	}
 }
 
-// notAsTrain reports whether err means that the datagrams can only be sent one by one. Further trains
-// of that size are not tried.
+// notAsTrain reports whether err means that the kernel can send these datagrams only one by one. It
+// also lowers limit, so that datagrams of this size are not tried as a train again.
 func (t *train[Place]) notAsTrain(err error) bool {
 	switch {
 	case errors.Is(err, syscall.EIO): // the network interface computes no checksums
 		t.limit = 0
-	case errors.Is(err, syscall.EINVAL), errors.Is(err, syscall.EMSGSIZE): // longer than a packet
+	case errors.Is(err, syscall.EINVAL), errors.Is(err, syscall.EMSGSIZE): // a datagram does not fit into one packet
 		t.limit = t.segment - 1
 	default:
 		return false

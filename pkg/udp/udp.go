@@ -23,11 +23,14 @@
 // minute without a datagram. If the conn is lost, all its flows end, and the next datagram of each caller
 // opens a new flow.
 //
-// Where things are: udp.go is the front door's life, port.go one of its ports, table.go the flows of a
-// port and who makes room for whom, mux.go the cloud's end of a conn; forward.go is a port whose flows
-// have different targets; edge.go and edge_flow.go are the edge's end. frame.go is the format of
-// frames, queue.go holds frames that wait, wire.go joins a queue and frames to tunnel.Splice. train.go
-// sends many datagrams by one system call; control.go finds the address that a caller has dialled.
+// The files:
+//
+//   - udp.go: starting and stopping the front door; change.go: changing it while it runs
+//   - port.go: one of its ports; forward.go: a port whose flows have different targets
+//   - table.go: the flows of a port, and which flow makes room for which
+//   - mux.go: the cloud's end of a conn; edge.go and edge_flow.go: the edge's end
+//   - frame.go: the format of frames; queue.go: frames that wait; wire.go: frames for tunnel.Splice
+//   - train.go: many datagrams by one system call; control.go: the address to which a caller has sent
 //
 // Lock order, outermost first: port.mu → queue.mu; Edge.mu; edgeConn.mu → queue.mu.
 //
@@ -93,21 +96,21 @@ type FrontDoor struct {
 	// Set once.
 	dialer tunnel.Dialer
 	cfg    Config        // mu guards Limits
-	grace  time.Duration // how long flows may go on after Run's ctx is done; tests replace it
+	grace  time.Duration // how long flows may continue after Run's ctx is done; tests replace it
 	idle   time.Duration // see idleTime; tests replace it
 	keep   time.Duration // see keepConn; tests replace it
 
-	// changing is held from Prepare to Commit or Abort, and while Run opens the sockets. It is locked
-	// before mu.
+	// changing is held from Prepare to Commit or Abort, and while Run opens the sockets. A goroutine that
+	// needs both locks changing before mu.
 	changing sync.Mutex
 
 	mu        sync.Mutex // guards the following
 	listeners []Listener
 	up        bool        // all sockets are open
-	stopped   bool        // Run stops, and opens nothing more
+	stopped   bool        // Run is stopping or has stopped: no socket may be opened
 	open      []*port     // in the order of listeners; nil unless up
-	leaving   []*port     // without a line, and with flows that have not ended
-	start     func(*port) // starts to receive; nil unless up
+	leaving   []*port     // removed ports that still have flows
+	start     func(*port) // makes a port receive; nil unless up
 	// conns is the context of the ports' conns, also of ports that a change opens; nil unless up.
 	conns context.Context
 }
@@ -150,7 +153,7 @@ func (f *FrontDoor) Addrs() []net.Addr {
 	return addrs
 }
 
-// Idle reports whether there is no listener, so that the front door has nothing to do.
+// Idle reports whether the front door has no listener, and so nothing to do.
 func (f *FrontDoor) Idle() bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -175,7 +178,7 @@ func (f *FrontDoor) Run(ctx context.Context) error {
 	}
 
 	g, gctx := errgroup.WithContext(ctx)
-	// The last goroutine below ends after up is false, so g is not done while start may be called.
+	// While up is true, the last goroutine below keeps g from ending. So start may add a goroutine to g at any time.
 	start := func(p *port) {
 		var pctx context.Context
 		pctx, p.leave = context.WithCancel(gctx)
@@ -281,7 +284,7 @@ func newPort(l Listener, socket *net.UDPConn, conns context.Context, cfg *Config
 		receiveTrains(raw)
 		p.out = &endSocket{conn: socket, raw: raw}
 		p.drops.raw = raw
-		p.drops.more() // a process before this one has counted what its socket dropped
+		p.drops.more() // ignore earlier drops: the process that had the socket before has counted them
 		p.counters.watch(&p.drops)
 	}
 	return p

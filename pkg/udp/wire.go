@@ -9,14 +9,14 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// wire is the end of a conn where datagrams become bytes. tunnel.Splice copies between a wire and the
-// tunnel's conn: it reads frames from the wire's queue, and writes the bytes of frames that arrive.
+// wire is a net.Conn that turns datagrams into the bytes of frames, and back. tunnel.Splice copies between
+// a wire and the tunnel's conn: it reads frames from the wire's queue, and writes the frames that arrive.
 type wire struct {
 	// Set once.
 	name addr
 	out  *queue
-	// ended is called once: when the other side has ended the conn, or the conn is over. Frames may
-	// still be read then.
+	// ended is called once, when the other side has ended the conn or the conn is lost. Splice may still
+	// read frames then.
 	ended func()
 
 	once sync.Once // calls ended
@@ -53,23 +53,23 @@ func (w *wire) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// CloseWrite says that the other side has ended the conn.
+// CloseWrite is called by Splice when the other side has ended the conn.
 func (w *wire) CloseWrite() error {
 	w.once.Do(w.ended)
 	w.out.end()
 	return nil
 }
 
-// CloseRead says that the other side takes no more frames.
+// CloseRead is called by Splice when the other side accepts no more frames.
 func (w *wire) CloseRead() error { return w.Reset() }
 
-// Reset says that the conn is lost.
+// Reset is called by Splice when the conn is lost.
 func (w *wire) Reset() error {
 	w.over()
 	return nil
 }
 
-// Close says that the conn has ended.
+// Close is called by Splice when the conn has ended.
 func (w *wire) Close() error { return w.Reset() }
 
 func (w *wire) over() {
