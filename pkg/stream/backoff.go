@@ -11,12 +11,12 @@ import (
 )
 
 // backoff is the wait between two attempts of an edge to join. The client calls Reset after a session that
-// lived longer than tunnel.BackoffMax, and after a pause that ended early because of HurryUp, a new list of
-// replicas, or, unless the cloud has refused the edge, another address of this machine.
+// lived longer than tunnel.BackoffMax, and after a pause that HurryUp or a new list of replicas ended early.
+// If another address of this machine ended the pause, it calls Reset unless the cloud has refused the edge.
 type backoff struct{ tunnel.Backoff }
 
-// backoffMoving replaces tunnel.BackoffMax while the edge's replica is about to stop. The replica waits for the
-// edge to reach another one until leaveLast, so the edge must try several times until then.
+// backoffMoving replaces tunnel.BackoffMax while the edge's replica is about to stop. The replica waits until
+// leaveLast for the edge to reach another replica, so the edge must be able to try several times in that time.
 const backoffMoving = 2 * time.Second
 
 // next returns how long to wait after a failure with err. moving says whether the edge's replica is about to stop.

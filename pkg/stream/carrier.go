@@ -64,20 +64,20 @@ func (f far) sizes() linkSizes {
 type carrier struct {
 	net.Conn
 	tcp     *net.TCPConn    // the TCP connection below Conn; nil in tests with a network of their own
-	raw     syscall.RawConn // of tcp
+	raw     syscall.RawConn // the socket of tcp
 	control *Congestion     // nil: the system's choice
-	paths   bool            // it may have several paths to the peer: it has Multipath TCP
+	paths   bool            // the socket has Multipath TCP, so there may be several paths to the peer
 	trip    time.Duration   // round trip from which the link counts as far
-	// indirect: tcp ends at a proxy or at the server of a WebSocket, so its round trips say nothing about the
-	// link to the peer. What the kernel says of bytes that wait or are lost is true of the way to that box.
+	// indirect: tcp ends at a proxy or at the server of a WebSocket. So its round trips say nothing about the
+	// link to the peer, and the kernel's counts of waiting and lost bytes describe only the part up to that box.
 	indirect bool
 	far      far // owned by Write once the connection is in use
 	since    time.Time
 	heard    atomic.Int64 // when bytes last came, in nanoseconds after since
 
-	losses losses // for judge. Of a session's own connection owned by Write, of a data connection guarded by pacer.mu
+	losses losses // for judge; owned by Write in a session's own connection, guarded by pacer.mu in a data connection
 
-	// Only for the connection of a session.
+	// Only for a session's own connection.
 	turns  conn.Turns
 	narrow atomic.Bool // see narrowRate
 
@@ -123,8 +123,8 @@ func carry(c net.Conn, trip time.Duration, control *Congestion) (*carrier, far) 
 	return all, all.far
 }
 
-// indirect reports whether TCP ends at a box between c and the peer. trip is then how long the box took to
-// reach the peer when the connection was made; 0: not known, as at the cloud.
+// indirect reports whether TCP ends at a box between this end and the peer. trip is then how long the box took to
+// reach the peer when the connection was made; 0: not known, which is always so at the cloud.
 func indirect(c net.Conn) (trip time.Duration, is bool) {
 	switch c := c.(type) {
 	case *dial.Conn:
@@ -135,8 +135,8 @@ func indirect(c net.Conn) (trip time.Duration, is bool) {
 	return 0, false
 }
 
-// bottom returns the TCP connection below all layers of c: those that name it, as listen.Socketed, and those that
-// name the next layer, as tls.Conn and dial.Conn do.
+// bottom returns the TCP connection below all layers of c. A layer gives access to the TCP connection
+// (listen.Socketed), or to the next layer (NetConn of tls.Conn and dial.Conn).
 func bottom(c net.Conn) (*net.TCPConn, bool) {
 	for {
 		if tcp, ok := listen.Socket(c); ok {
@@ -151,8 +151,8 @@ func bottom(c net.Conn) (*net.TCPConn, bool) {
 }
 
 // The kernel resends the bytes that were sent while a link was cut. It doubles the interval
-// between retries up to two minutes. A link that is back after 10 s would be retried only after
-// some 13 s, or 20 s. So the intervals are bounded. Linux before 6.15 cannot bound them.
+// between retries up to two minutes. If the link comes back after 10 s, the next retry would come
+// only after some 13 s or 20 s. So the intervals are bounded, on Linux 6.15 or later.
 //
 // The same bound also shortens how long the kernel retries in total. The kernel computes that
 // time from the bound and net.ipv4.tcp_retries2.
@@ -236,7 +236,7 @@ func (c *carrier) lost() time.Duration {
 	return lostAfter
 }
 
-// total is how long the connection of a session may bring nothing.
+// total is how long no byte may come on the session's own connection.
 func (c *carrier) total() time.Duration {
 	if c.isMultipath() {
 		return multipathTotal
@@ -247,8 +247,8 @@ func (c *carrier) total() time.Duration {
 // silence returns the time since bytes last came on the connection.
 func (c *carrier) silence() time.Duration { return time.Since(c.since) - time.Duration(c.heard.Load()) }
 
-// acknowledges reports whether sent bytes await an acknowledgement, and the other end's kernel
-// has acknowledged something within lostAfter.
+// acknowledges reports whether sent bytes wait for an acknowledgement, and the other end's kernel
+// has acknowledged other bytes within lostAfter.
 func (c *carrier) acknowledges() (is bool) {
 	if c.tcp == nil {
 		return false
@@ -260,9 +260,9 @@ func (c *carrier) acknowledges() (is bool) {
 	return is
 }
 
-// Write implements net.Conn. The kernel fills its last packet, of up to 64 KiB, whatever bound it was
-// given for unsent bytes. Over a thin link that packet takes half a second. So on a thin link Write
-// waits until the kernel has room below that bound.
+// Write implements net.Conn. The kernel always fills its last packet, of up to 64 KiB, even beyond the bound
+// for unsent bytes. Over a thin link such a packet takes half a second. So on a thin link Write waits until
+// the kernel has fewer unsent bytes than the bound.
 func (c *carrier) Write(b []byte) (int, error) {
 	if c.tcp == nil || c.isAlone {
 		if c.pacer != nil {
@@ -302,9 +302,9 @@ const (
 )
 
 // thin reports whether the link counts as thin, because the rate that the kernel reports is below
-// thinRate. That rate is low also if little was sent. thin adapts the turns and the kernel's bound to
-// the link's rate. n is how many bytes are being written now. thin asks the kernel only after more
-// than leastUnsent bytes, since pings and heartbeats are not worth a system call.
+// thinRate. The reported rate is also low if little was sent. thin adapts the turns and the kernel's bound
+// for unsent bytes to the rate. n is how many bytes Write is about to write. thin asks the kernel only after
+// more than leastUnsent bytes, since pings and heartbeats are not worth a system call.
 func (c *carrier) thin(n int) bool {
 	if now := time.Now(); c.wrote+n > leastUnsent && now.Sub(c.sampled) >= rateInterval {
 		wrote := int64(float64(c.wrote) / now.Sub(c.sampled).Seconds())
@@ -323,7 +323,7 @@ func (c *carrier) thin(n int) bool {
 			// The kernel's rate may be old, and the link may have become thin since. So the
 			// turns' rate grows with what the link has accepted.
 			c.turns.SetRate(min(rate, max(c.far.sizes().firstRate, growth*wrote)))
-			if path.unsent >= c.unsent/2 { // otherwise the rate only shows that little was sent
+			if path.unsent >= c.unsent/2 { // otherwise a low rate only shows that little was sent
 				c.narrow.Store(rate > 0 && rate < narrowRate)
 			}
 			unsent := c.far.sizes().unsent
@@ -337,8 +337,8 @@ func (c *carrier) thin(n int) bool {
 	return c.isThin
 }
 
-// setUserTimeout has the kernel end a connection if the peer has not acknowledged sent bytes for
-// d. It does nothing where the kernel has no such timeout.
+// setUserTimeout makes the kernel end a connection if the peer does not acknowledge sent bytes within d. It does
+// nothing on systems without such a timeout.
 func setUserTimeout(c *net.TCPConn, d time.Duration) error {
 	raw, err := c.SyscallConn()
 	if err != nil {
@@ -348,8 +348,8 @@ func setUserTimeout(c *net.TCPConn, d time.Duration) error {
 	return errors.Join(err, cerr)
 }
 
-// nearListener accepts the connections of a joinListener. It hands over connections with Multipath TCP, and the
-// far ones of the others.
+// nearListener accepts the connections of a joinListener for the gRPC server of near links. It hands connections with
+// Multipath TCP to multipath, and other connections over far links to far.
 type nearListener struct {
 	*joinListener
 	far, multipath *listen.Handover

@@ -29,10 +29,10 @@ import (
 
 // ClientConfig configures a [Client].
 type ClientConfig struct {
-	Address string // of the cloud, host:port; with Connect only a name for logs and errors
+	Address string // address of the cloud, host:port; if Connect is set, only a name for logs and errors
 	// TLS returns the CA, the name to verify (ServerName), and the client certificate if there is
 	// one. The client calls TLS for every connection, so that files may change. The client calls
-	// GetClientCertificate before the handshake, so without the cloud's certificate request.
+	// GetClientCertificate with an empty request, because it calls it before the handshake.
 	TLS  func() *tls.Config
 	Node tunnel.NodeName // this node
 	// Token is the source of the node's token. The client asks Token at every join and once a
@@ -45,16 +45,16 @@ type ClientConfig struct {
 	All      bool          // keep a session with every replica behind Address, not with one only
 	Reach    string        // targets that this edge reaches (Konnectivity's identifiers), sent to the cloud
 	Limits   EdgeLimits
-	Instance string // of the process that this one takes over from; "": a new one
-	// Succeeds reports whether that process still has conns: the cloud then lets its session end in peace. nil: there is
-	// no such process.
+	Instance string // instance of the process from which this one takes over; "": the client makes a new instance
+	// Succeeds reports whether the process from which this one takes over still has conns. If so, the cloud lets them
+	// continue on their old session. nil: there is no such process.
 	Succeeds func() bool
 	// Connections is how many connections a session has at most, its own connection included.
 	// The others are data connections. The edge opens a data connection when the cloud asks for
 	// one. 0: only the session's own connection.
 	Connections int
 
-	Congestion *Congestion // of the connections to the cloud; nil: the system's choice
+	Congestion *Congestion // congestion control of the connections to the cloud; nil: the system's choice
 
 	Tracer *tunnel.Tracer // makes spans of dials; nil: off
 
@@ -62,13 +62,13 @@ type ClientConfig struct {
 	// they reach endpoints on this node.
 	Services bool
 
-	// Trusts returns the CAs by which this edge verifies the cloud, as auth.CAID; nil: the edge does not say.
+	// Trusts returns the ids (auth.CAID) of the CAs by which this edge verifies the cloud; nil: the edge sends none.
 	Trusts func() []string
-	// Told takes what the cloud told with a certificate. chain is what the cloud has shown in the TLS handshake.
-	// nil: nobody wants to know.
+	// Told gets the CAs and addresses that the cloud sends with a renewed certificate. chain is the certificate chain
+	// that the cloud has shown in the TLS handshake. nil: the client ignores them.
 	Told func(told auth.TellEdges, chain []*x509.Certificate)
-	// AskedToRenew is called when the cloud asks for another certificate of this node within a time; nil: the
-	// edge renews none, and says so.
+	// AskedToRenew is called when the cloud asks this edge to renew its certificate within a time. nil: the edge
+	// cannot renew its certificate, and tells the cloud so.
 	AskedToRenew func(within time.Duration)
 
 	// Dial connects to Address; nil: a net.Dialer.
@@ -97,10 +97,10 @@ type Client struct {
 
 	tickets tickets
 	queue   tunnel.Queue   // applies cfg.Limits to the opens of all sessions
-	denials tunnel.Limiter // of log lines about denied dials
-	// failures are the lines about attempts to join that have failed.
+	denials tunnel.Limiter // limits log lines about denied dials
+	// failures limits repeated log lines about failed attempts to join.
 	failures tunnel.Repeats
-	// source returns the address from which the kernel would connect to an address; tests replace it.
+	// source returns the local address from which the kernel would connect to remote; tests replace it.
 	source func(remote string) (netip.Addr, error)
 
 	mu       sync.Mutex // guards the following
@@ -110,13 +110,13 @@ type Client struct {
 	ended    []ending   // sessions that have ended since the last call of the method wanted
 	err      error      // why the last attempt or session failed, see Ready
 	hurry    hurry      // why the next pause ends at once; pause clears it
-	tried    string     // the address that the last attempt has reached or tried; empty: none
-	sources  sources    // towards tried, as of the last attempt or the last call of NetworkChanged
+	tried    string     // the address that the last attempt to join has reached or tried; empty: none
+	sources  sources    // as they were at the last attempt, or at the last call of NetworkChanged
 	// changed wakes Run and waitForSuccessor when a field above changes.
 	changed tunnel.Change
 }
 
-// hurry says why a pause between two attempts ends at once. A later reason replaces an earlier one.
+// hurry says why a pause between two attempts ends at once. If there are two reasons, the one further down counts.
 type hurry int
 
 const (
@@ -128,15 +128,15 @@ const (
 // link is a live session with the resources to release when the session ends.
 type link struct {
 	*edgeSession
-	sctx   context.Context // outlives Run's context by the grace period and a second
+	sctx   context.Context // ends a grace period and a second after the context of Run
 	cancel func()          // cancels sctx
 	hangUp func()          // closes the connection
 	shown  *handshake
 	route  *dial.Conn        // nil: a direct connection, made by ClientConfig.Dial
 	token  [sha256.Size]byte // SHA-256 of the token that opened the session
-	moving bool              // its replica is about to stop, and another session takes over. Guarded by Client.mu
+	moving bool              // the replica is about to stop, and another session takes over; guarded by Client.mu
 
-	tokenSent bool // the edge has sent another token. Owned by followToken
+	tokenSent bool // the edge has sent another token over this session; owned by followToken
 }
 
 // ending says how long a session lived and why it ended.
@@ -204,8 +204,8 @@ func (c *Client) Ready() error {
 	return nil
 }
 
-// Status says by which way the newest session reaches the cloud, if there is more than one way to configure.
-// It implements the status of a module (pkg/admin).
+// Status says through which server and proxy the newest session reaches the cloud; "" if it simply connects to
+// ClientConfig.Address. pkg/admin shows the text.
 func (c *Client) Status() string {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -240,8 +240,8 @@ func (c *Client) Sessions() []*tunnel.Session {
 	return all
 }
 
-// Drain tells the cloud to ask for no more conns, on this session and later ones. Open conns go on, and Reach opens
-// further ones.
+// Drain tells the cloud to ask for no more conns, on live and on later sessions. Open conns continue, and Reach may
+// still open new ones.
 func (c *Client) Drain() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -251,7 +251,7 @@ func (c *Client) Drain() {
 	}
 }
 
-// takesNoConns is the message of an edge that takes no new conns and goes on: a Drain without a grace period.
+// takesNoConns is the message of an edge that takes no new conns, but does not stop: a Drain without a grace period.
 func takesNoConns() *tunnel.Message { return message(typeDrain, "", new(pb.Drain)) }
 
 // Run implements tunnel.Module: it keeps the sessions open until ctx is done. A lost session or
@@ -284,15 +284,15 @@ func (c *Client) Run(ctx context.Context) error {
 		} else {
 			c.logFailed(err, d)
 		}
-		// Another address of this machine changes nothing about a refusal.
+		// The cloud would refuse the edge at another address of this machine as well.
 		if why := c.pause(ctx, d); why == hurryReplica || why == hurryRoute && !isRefusal(err) {
 			wait.Reset()
 		}
 	}
 }
 
-// logFailed logs that the client has no session, and tries again in d. A repeated line is a warning only now and
-// then: a cloud may be away for days.
+// logFailed logs that the client has no session, and will try again after d. A cloud may be away for days, so a
+// repeated error is logged as a warning only at growing intervals (tunnel.Repeats), and otherwise at level debug.
 func (c *Client) logFailed(err error, d time.Duration) {
 	level := slog.LevelWarn
 	skipped, ok := c.failures.Allow(err.Error())
@@ -343,8 +343,8 @@ func (c *Client) pause(ctx context.Context, d time.Duration) (why hurry) {
 	}
 }
 
-// wanted waits until the client needs another session. It returns the error of the session that ended
-// last. nil: no session has ended since the last call, so the caller opens the next session at once.
+// wanted waits until the client needs another session. It returns the error of the session that ended last.
+// If no session has ended since the last call, it returns nil, and the caller opens the next session at once.
 func (c *Client) wanted(ctx context.Context, wait *backoff) error {
 	for {
 		c.mu.Lock()

@@ -35,7 +35,7 @@ func (cfg *ClientConfig) connect(ctx context.Context) (net.Conn, error) {
 	return connectTo(ctx, cfg.Connect, cfg.Dial, cfg.Address)
 }
 
-// connectTo connects by way of the first of byRoute and dialer that is not nil, else by a net.Dialer.
+// connectTo connects with byRoute, or with dialer if byRoute is nil, or with a net.Dialer if both are nil.
 func connectTo(
 	ctx context.Context, byRoute func(context.Context) (*dial.Conn, error), dialer dialFunc, address string,
 ) (net.Conn, error) {
@@ -241,14 +241,15 @@ func (t accessToken) GetRequestMetadata(context.Context, ...string) (map[string]
 // RequireTransportSecurity implements credentials.PerRPCCredentials.
 func (accessToken) RequireTransportSecurity() bool { return true }
 
-// ErrNoAnswer is the error of a join, or of a question, that took longer than joinTimeout.
+// ErrNoAnswer is the error of a join, or of a Probe, that took longer than joinTimeout.
 var ErrNoAnswer = fmt.Errorf(
 	"the cloud did not answer within %s: is that address the tunnel's gRPC port?", joinTimeout)
 
 // explain adds to err what a person can do about it. h may be nil.
 func (c *Client) explain(err error, h *handshake) error { return c.as.explain(h.cause(err), h) }
 
-// endsTLS is what a person can do about a balancer that has the cloud's certificate, or one that the edge trusts.
+// endsTLS is the hint for a balancer that ends TLS itself, with the cloud's certificate or another one that the edge
+// accepts.
 const endsTLS = "a balancer or a proxy in between ends TLS: have it pass TCP through to the cloud (docs/network.md), " +
 	"or try wss:// in servers"
 
@@ -292,7 +293,7 @@ func explain(err error) error {
 	return &Hinted{err, hint}
 }
 
-// Hinted is an error with the next step of a person.
+// Hinted is an error with a hint for a person: what to do next.
 type Hinted struct {
 	Err  error  // what failed
 	Hint string // what to do
@@ -311,8 +312,8 @@ func isHungUp(err error) bool {
 		errors.Is(failed.cause, syscall.ECONNRESET))
 }
 
-// issuer says who signed the certificate that err is about. A box in between that ends TLS signs with a CA of
-// its own.
+// issuer names the CA that signed the certificate that err is about. A box in between that ends TLS uses a CA of
+// its own, so the name helps to find the box.
 func issuer(err error) string {
 	unknown, ok := errors.AsType[x509.UnknownAuthorityError](err)
 	if !ok || unknown.Cert == nil {
@@ -323,9 +324,10 @@ func issuer(err error) string {
 		text(unknown.Cert.Issuer.String()))
 }
 
-// noteRoute tells the dialer whether a connection has led to the cloud: err is why the join failed. A refusal is
-// an answer of the cloud. A second session is one as well. If the join fails in another way after the TLS handshake,
-// the server keeps its place: a replica that stops, or that cannot check who joins, is still the cloud.
+// noteRoute tells the dialer whether a connection has led to the cloud. err is why the join failed; nil: it did not.
+// After a refusal the server counts as working, since the cloud has answered; so it does if the cloud refuses a second
+// session. After another failure behind the TLS handshake, the order of the servers stays: a replica that stops, or
+// that cannot check who joins, is still the cloud.
 func noteRoute(route *dial.Conn, h *handshake, err error) {
 	switch {
 	case route == nil:
@@ -336,8 +338,8 @@ func noteRoute(route *dial.Conn, h *handshake, err error) {
 	}
 }
 
-// explainCut adds to the error of a session that a box in between has cut off what a person can do about it.
-// route is how the session reached the cloud; nil: directly.
+// explainCut adds a hint to the error of a session that a box in between may have cut off. route is how the session
+// reached the cloud; nil: directly.
 func (s *edgeSession) explainCut(err error, route *dial.Conn) error {
 	if route == nil || s.announced.Load() || status.Code(err) != codes.Unavailable {
 		return err

@@ -108,7 +108,7 @@ func (c *Client) Renew(ctx context.Context, request []byte) (chain []byte, err e
 	return nil, errors.Join(errs...)
 }
 
-// toldBy returns what the cloud tells with a certificate.
+// toldBy returns the CAs and addresses of the cloud in its answer to a request for a certificate.
 func toldBy(answer *pb.SignResponse) auth.TellEdges {
 	return auth.TellEdges{CloudCAs: answer.GetCloudCas(), Servers: answer.GetServers()}
 }
@@ -123,7 +123,7 @@ func shownBy(cloud *peer.Peer) []*x509.Certificate {
 
 // EnrollConfig configures [Enroll].
 type EnrollConfig struct {
-	Address  string // of the cloud, host:port
+	Address  string // address of the cloud, host:port
 	TLS      *tls.Config
 	Node     tunnel.NodeName
 	Token    auth.Secret // a join token
@@ -142,7 +142,7 @@ type Enrolled struct {
 	Node  tunnel.NodeName
 	Time  time.Time // by the cloud's clock
 	Told  auth.TellEdges
-	Cloud []*x509.Certificate // that the cloud has shown in the TLS handshake
+	Cloud []*x509.Certificate // the certificates that the cloud has shown in the TLS handshake
 }
 
 // Enroll gets the first certificate of a node with a join token. It sends the token only after

@@ -18,7 +18,7 @@ import (
 )
 
 // Calls waits for a live session, and returns its connection, for calls of a [SessionService]. A call on the
-// connection ends when the session ends. So this keeps one call over whichever session lives:
+// connection ends when the session ends. So this loop keeps one call alive over changing sessions:
 //
 //	for {
 //		cc, err := client.Calls(ctx)
@@ -29,8 +29,8 @@ import (
 //		…                    // wait for a moment before the next attempt
 //	}
 //
-// Calls returns no session whose replica is about to stop: it waits for the next one. It prefers a replica that serves
-// Services, since others may be of another release or configuration.
+// Calls does not return a session whose replica is about to stop: it waits for the next session. It prefers a replica
+// that serves Services, since another replica may have another release or configuration.
 func (c *Client) Calls(ctx context.Context) (grpc.ClientConnInterface, error) {
 	for {
 		c.mu.Lock()
@@ -48,8 +48,8 @@ func (c *Client) Calls(ctx context.Context) (grpc.ClientConnInterface, error) {
 	}
 }
 
-// liveLocked returns the live sessions, the newest first: those that stay, and those whose replica is about to stop.
-// The caller holds mu.
+// liveLocked returns the live sessions, the newest first. The replicas of stays continue, the replicas of moves are
+// about to stop. The caller holds mu.
 func (c *Client) liveLocked() (stays, moves []*edgeSession) {
 	for _, l := range slices.Backward(c.links) {
 		switch {
@@ -63,7 +63,7 @@ func (c *Client) liveLocked() (stays, moves []*edgeSession) {
 	return stays, moves
 }
 
-// servicesFirst sorts sessions: those first whose replica serves Services.
+// servicesFirst sorts sessions. Sessions whose replica serves Services come first.
 func servicesFirst(all []*edgeSession) []*edgeSession {
 	slices.SortStableFunc(all, func(a, b *edgeSession) int {
 		switch {
@@ -77,9 +77,9 @@ func servicesFirst(all []*edgeSession) []*edgeSession {
 	return all
 }
 
-// Reach asks the cloud for a conn to a target, by the newest session whose replica serves Services. What a target means
-// is a matter of the cloud's ServerConfig.Reach; its text has at most 1,024 printable ASCII characters. The conn and
-// the error are as those of a [tunnel.Dialer], and the conn ends with its session. ctx bounds the dialling only.
+// Reach asks the cloud for a conn to a target, over the newest session whose replica serves Services. The cloud's
+// ServerConfig.Reach decides what a target means; its text has at most 1,024 printable ASCII characters. The conn and
+// the error are like those of a [tunnel.Dialer], and the conn ends with its session. ctx bounds the dialling only.
 func (c *Client) Reach(ctx context.Context, target string) (net.Conn, error) {
 	made, refusal := c.reach(ctx, target)
 	if refusal != nil {
@@ -110,7 +110,7 @@ func (c *Client) reach(ctx context.Context, target string) (made *conn.Conn, ref
 	return made, refusal
 }
 
-// reachStream is the way of a conn that the edge has asked for: a Reach stream.
+// reachStream is the way of a conn that this edge has asked for: a stream of the call Reach.
 type reachStream struct {
 	streamConn
 	target string
@@ -126,7 +126,7 @@ func (o *reachStream) accept(ctx context.Context) error {
 		return err
 	}
 	header, err := stream.Header()
-	if header == nil && err == nil { // then RecvMsg has the status
+	if header == nil && err == nil { // the stream has ended, and RecvMsg returns its status
 		if err = stream.RecvMsg(new(pb.Chunk)); err == nil {
 			err = errors.New("the cloud sends bytes before its answer")
 		}
@@ -199,12 +199,12 @@ func (s *edgeSession) refusalOf(ctx context.Context, err error, target string) *
 	return refusalBy(err)
 }
 
-// refusalBy returns the refusal that the status of a Reach says.
+// refusalBy returns the refusal in the status of a Reach.
 func refusalBy(err error) *tunnel.Refusal {
 	if info := infoOf(err); info.GetReason() == string(reasonRefused) {
 		name := info.GetMetadata()[codeFact]
 		all := tunnel.Codes()
-		code := tunnel.Internal // also that of a newer cloud which this edge does not know
+		code := tunnel.Internal // also stands for a code of a newer cloud that this edge does not know
 		if i := slices.IndexFunc(all, func(c tunnel.Code) bool { return c.String() == name }); i >= 0 {
 			code = all[i]
 		}

@@ -19,7 +19,7 @@ import (
 // certificate of the Client proves that it is a replica. Over the session, the other replica asks for
 // conns to the nodes that the joining replica holds.
 type ReplicaConfig struct {
-	ID    string   // of the joining replica, a UUID
+	ID    string   // id of the joining replica, a UUID
 	Addrs []string // addresses at which clients reach the joining replica
 	// Have returns the ids of the other replicas with which the joining replica already has a
 	// session at another address. This client opens no second session with them.
@@ -59,7 +59,7 @@ type joiner interface {
 	// addressed completes the request r of a received open. For a relayed open it sets the node and
 	// the module that the open names.
 	addressed(r *tunnel.Request, open *pb.Open) error
-	// span is the name of the span of an open that is served.
+	// span returns the name of the span of an open that this end serves.
 	span() tunnel.SpanName
 	// denied logs that a dial that the cloud asked for is denied.
 	denied(s *edgeSession, topic string, r tunnel.Request, err error)
@@ -136,7 +136,7 @@ func (replicaJoiner) String() string { return "a replica" }
 
 func (j replicaJoiner) logs() (key string, value any) { return "address", j.client.cfg.Address }
 
-// limits are wide, since the session of the node itself applies the node's limits.
+// limits are wide, because the node's own session at this replica applies the node's limits.
 func (replicaJoiner) limits() EdgeLimits { return EdgeLimits{Conns: maxConnsHere} }
 
 func (j replicaJoiner) modules() []tunnel.Module { return []tunnel.Module{relay{j.as.Serve}} }
@@ -177,7 +177,7 @@ func (j replicaJoiner) explain(err error, _ *handshake) error {
 		return nil
 	case isSecond(err) && reasonOf(err) == reasonSelf:
 		return ErrSelf
-	case isSecond(err), status.Code(err) == codes.Aborted: // Aborted: a session by another address has replaced this one
+	case isSecond(err), status.Code(err) == codes.Aborted: // Aborted: replaced by a session at another address
 		return ErrTwice
 	}
 	return j.as.Hint(err)

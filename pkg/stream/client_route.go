@@ -16,20 +16,21 @@ import (
 // covers a lost packet and a busy link. Without a change of routes a session waits for lostAfter.
 const routeTimeout = 3 * time.Second
 
-// errRouteChanged ends a session whose address no longer leads to the cloud.
+// errRouteChanged ends a session whose local address no longer leads to the cloud.
 var errRouteChanged = fmt.Errorf("this machine has another address towards the cloud now, and the cloud has not "+
 	"answered on the connection from the old one for %s", routeTimeout)
 
-// NetworkChanged is for a change of this machine's addresses or routes. Without a session it ends the pause between
-// two attempts to join, if this machine has another address towards the cloud than at the last attempt: pods that
-// come and go on a Kubernetes node change routes all the time. It also checks each session whose connection the
-// kernel would now make from another address: if the cloud does not answer within routeTimeout, the session ends,
-// and the client joins again.
+// NetworkChanged is called after a change of this machine's addresses or routes. Most changes on a Kubernetes node are
+// about pods. So NetworkChanged first asks the kernel from which address it would connect to the cloud now.
 //
-// A session whose address is still the right one is left alone, also while there is no route at all: links that
-// come back within ten seconds must not end it. With Multipath TCP the session is left alone as long as one of its
-// paths begins at an address of this machine. A dial that is in progress is left alone, too; it takes at most
-// joinTimeout. NetworkChanged returns when the checks are done.
+// If the client has no session, and the address differs from that of the last attempt to join, NetworkChanged ends the
+// pause before the next attempt. If the address differs from that of a session, NetworkChanged checks the session: if
+// the cloud does not answer within routeTimeout, the session ends, and the client joins again.
+//
+// NetworkChanged does not check a session while there is no route at all: a link that comes back within ten seconds
+// must not end the session. It does not check a session with Multipath TCP while one of its paths begins at an address
+// of this machine. It also leaves a dial in progress alone, which takes at most joinTimeout. NetworkChanged returns
+// when the checks are done.
 func (c *Client) NetworkChanged() {
 	links := c.live()
 	if len(links) == 0 {
@@ -56,9 +57,9 @@ func (c *Client) NetworkChanged() {
 	checks.Wait()
 }
 
-// sources are the addresses from which the kernel would connect to the address that was tried last, and to any
-// other one by IPv4 and by IPv6. The zero address: there is no route. The last two matter for a name whose lookup
-// has failed, or which has addresses of both families.
+// sources are three local addresses from which the kernel would connect: to the address that was tried last, to any
+// other IPv4 address, and to any other IPv6 address. The zero address means that there is no route. The last two
+// matter for a name whose lookup has failed, or that has addresses of both families.
 type sources [3]netip.Addr
 
 // isNewSince reports whether an address has appeared or changed since before.
@@ -85,14 +86,14 @@ func (c *Client) sourcesLocked() (all sources) {
 	return all
 }
 
-// noteAttempt is for the begin of an attempt to join.
+// noteAttempt stores the sources at the begin of an attempt to join.
 func (c *Client) noteAttempt() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.sources = c.sourcesLocked()
 }
 
-// noteTried stores the address that an attempt has reached or tried. It is the proxy's if there is one.
+// noteTried stores the address that an attempt has reached or tried: the cloud's, or that of a proxy before it.
 func (c *Client) noteTried(raw net.Conn, err error) {
 	var tried net.Addr
 	if err == nil {
@@ -104,7 +105,7 @@ func (c *Client) noteTried(raw net.Conn, err error) {
 		return
 	}
 	if _, err := netip.ParseAddrPort(tried.String()); err != nil {
-		return // a name, which has not been looked up
+		return // the attempt failed before the name was looked up
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -159,7 +160,7 @@ func sourceTo(remote string) (netip.Addr, error) {
 	return local.AddrPort().Addr().Unmap().WithZone(""), nil
 }
 
-// checkRoute asks the cloud for a sign of life. It returns an error if there is none within routeTimeout.
+// checkRoute sends a heartbeat. It returns an error if the cloud does not answer within routeTimeout.
 func (s *edgeSession) checkRoute() error {
 	began := time.Now()
 	s.sendBeat()

@@ -29,8 +29,8 @@ type edgeSession struct {
 	abandon      context.CancelCauseFunc  // ends the control stream
 
 	owner *Client
-	ctx   context.Context // of the control stream
-	again dialSame        // makes another connection to the replica of the session
+	ctx   context.Context // the context of the control stream
+	again dialSame        // makes another connection to the session's replica
 
 	announced atomic.Bool // the cloud has said that it is about to stop
 
@@ -123,7 +123,7 @@ func (s *edgeSession) beat() {
 				s.Close(fmt.Errorf("the cloud has not answered a heartbeat for %s", stuckAfter))
 				return
 			}
-			stuck = true // beat checks once more after doubtTime, as watchSilence does
+			stuck = true // like watchSilence, beat checks once more after doubtTime
 			timer.Reset(doubtTime)
 			continue
 		}
@@ -217,11 +217,12 @@ func (s *edgeSession) askedToRenew(m *tunnel.Message) error {
 	return nil
 }
 
-// maxRenewWithin bounds the time within which a cloud asks for another certificate. Every certificate ends later.
+// maxRenewWithin bounds the time that a cloud gives an edge to renew its certificate. Every certificate is valid for
+// longer.
 const maxRenewWithin = 24 * time.Hour
 
-// AskToRenew asks the edge of a session to renew its certificate, at a moment that it chooses within a time. An edge
-// for which Renews is false ignores it.
+// AskToRenew asks the edge of a session to renew its certificate within a time. The edge chooses the moment. An edge
+// whose Session.Renews is false ignores the request.
 func AskToRenew(s *tunnel.Session, within time.Duration) error {
 	return s.Send(message(typeRenew, "", &pb.Renew{WithinSeconds: uint32(within / time.Second)})) //nolint:gosec // hours
 }

@@ -27,14 +27,14 @@ type tickets struct {
 	leaf  []byte     // the client certificate, DER; empty: no certificate
 	roots *x509.CertPool
 	name  string                 // the name that the cloud's certificate must have
-	cache tls.ClientSessionCache // for leaf, roots and name; nil: not used yet
+	cache tls.ClientSessionCache // the TLS sessions for leaf, roots and name; nil: not used yet
 }
 
 // handshake records the facts of a TLS handshake that hints for people depend on.
 type handshake struct {
 	leaf          *x509.Certificate     // the certificate to show when the cloud asks; nil: none
 	certRequested atomic.Bool           // the cloud has requested a certificate
-	other         atomic.Bool           // the other end has a certificate for the cloud, but TLS negotiated no protocol
+	other         atomic.Bool           // the other end's certificate is valid for the cloud, but it chose no protocol
 	done          atomic.Bool           // the TLS handshake has succeeded: the other end has the cloud's certificate
 	failed        atomic.Pointer[error] // why the TLS handshake failed; nil: it has not failed
 }
@@ -61,7 +61,7 @@ type handshakeError struct {
 // Unwrap returns both errors, for errors.Is and errors.As.
 func (e *handshakeError) Unwrap() []error { return []error{e.error, e.cause} }
 
-// errNoHTTP2 is the error of a handshake with a server that is no cloud: it has chosen no protocol (RFC 7301).
+// errNoHTTP2 is the error of a handshake with a server that has chosen no protocol (RFC 7301): it is no cloud.
 var errNoHTTP2 = errors.New("the server speaks no HTTP/2")
 
 // handshakeCredentials are TLS credentials that record in handshake how a TLS handshake ended.

@@ -29,30 +29,30 @@ const (
 const lossControl = "bbr"
 
 const (
-	// lossyPart is the reciprocal of the part of a connection's segments that must be sent again,
-	// for the connection to be switched: 0.3 %. Over 100 ms, cubic and Reno then send 0.3 MB/s, however
-	// fast the link is (RFC 9438 section 5.1).
+	// A connection is switched if at least one of lossyPart segments was sent again: 0.3 %. At this rate
+	// of loss, cubic and Reno send 0.3 MB/s over a round trip of 100 ms, however fast the link is (RFC
+	// 9438 section 5.1).
 	lossyPart = 1000. / 3
-	// lossyTrip is the shortest round trip of a connection that is switched. Over a shorter one
+	// lossyTrip is the shortest round trip of a connection that is switched. Over a shorter round trip
 	// cubic recovers soon.
 	lossyTrip = 20 * time.Millisecond
 	// lossTime is the shortest time over which lost segments are counted.
 	lossTime = 2 * time.Second
-	// lossLimit is the longest such time. A segment that was lost long ago says nothing.
+	// lossLimit is the longest time over which lost segments are counted. Older losses say nothing.
 	lossLimit = 30 * time.Second
-	// leastLost is how many segments must be sent again at least. One or two may be probes for the
-	// end of a transfer (RFC 8985 section 7), and not lost.
+	// leastLost is how many segments must be sent again at least for a switch. One or two such segments
+	// may be probes at the end of a transfer (RFC 8985 section 7), and not lost.
 	leastLost = 3
-	// slowSegments is how many segments a second fill a slow link, of 2 Mbit/s, and deepQueue how many times its
-	// shortest round trip the round trip over a link with a deep queue is. A slow link loses packets
-	// because its queue is full. There a data connection with bbr would take most of the link from the
-	// session's own connection, and new conns would not open in time.
+	// slowSegments is how many segments a second fill a slow link of 2 Mbit/s. deepQueue tells a deep
+	// queue: the round trip is at least deepQueue times the shortest round trip. On a slow link with a
+	// deep queue, packets are lost because the queue is full. A data connection with bbr would then take
+	// most of the link from the session's own connection, and new conns would not open in time.
 	slowSegments = (256 << 10) / 1400
 	deepQueue    = 2
 )
 
 // Congestion chooses the congestion control of the connections between edges and clouds. The zero
-// value and nil leave it to the system.
+// value and nil leave the choice to the system.
 type Congestion struct {
 	// Set once.
 	fixed    string                  // every connection gets this algorithm at its start; "": the system's choice
@@ -91,8 +91,8 @@ func (c *Congestion) refused(err error) {
 	c.missing.Store(&err)
 }
 
-// Hint returns what an operator could do so that connections that lose packets become faster; "":
-// nothing.
+// Hint returns what an operator could do to make connections that lose packets faster; "" if there is nothing
+// to do.
 func (c *Congestion) Hint() string {
 	if c.missing.Load() != nil && c.try(lossControl) == nil {
 		c.missing.Store(nil) // the module has been loaded since
@@ -168,26 +168,26 @@ func (c *Congestion) switchOver(fd uintptr, remote string) bool {
 
 // segments is what the kernel has counted of a connection.
 type segments struct {
-	sent   uint32        // with data; those that were sent again count again
-	resent uint32        // sent again
+	sent   uint32        // segments with data; a segment that is sent again counts again
+	resent uint32        // segments sent again
 	trip   time.Duration // the shortest round trip
 	smooth time.Duration // the smoothed round trip
 }
 
-// fillSlow reports whether so many segments filled a slow link.
+// fillSlow reports whether sent segments within took may have filled a slow link with a deep queue.
 func (s segments) fillSlow(sent uint32, took time.Duration) bool {
 	return float64(sent) < slowSegments*took.Seconds() && s.smooth >= deepQueue*s.trip
 }
 
 // losses counts the segments of a connection that are sent again.
 type losses struct {
-	since   time.Time // when from was counted; zero: never
+	since   time.Time // when from was read; zero: never
 	from    segments
 	decided bool // the connection was switched
 }
 
-// many reports once that a connection loses so many packets that it should be switched. has is what
-// the kernel has counted until now.
+// many reports whether a connection loses so many packets that it should be switched. has is what the kernel
+// has counted until now. Once the connection is switched, many returns false.
 func (l *losses) many(has segments, now time.Time) bool {
 	if l.decided {
 		return false
@@ -195,7 +195,7 @@ func (l *losses) many(has segments, now time.Time) bool {
 	took, sent, resent := now.Sub(l.since), has.sent-l.from.sent, has.resent-l.from.resent
 	switch {
 	case l.since.IsZero(), took > lossLimit:
-	case int32(sent) < 0, int32(resent) < 0: //nolint:gosec // a path has ended, and its segments count no more
+	case int32(sent) < 0, int32(resent) < 0: //nolint:gosec // a path has ended, and its segments no longer count
 	case took < lossTime:
 		return false
 	case resent >= leastLost && float64(resent)*lossyPart >= float64(sent):
@@ -215,6 +215,6 @@ func (c *carrier) judge(has segments) {
 	if c.control == nil || !c.control.switches || !c.losses.many(has, time.Now()) {
 		return
 	}
-	// The module may be loaded later, so that a connection is judged again.
+	// If the kernel refuses now, decided stays false: the kernel's module may be loaded later.
 	c.raw.Control(func(fd uintptr) { c.losses.decided = c.control.switchOver(fd, c.RemoteAddr().String()) })
 }

@@ -37,7 +37,7 @@ type dataConn struct {
 	since   time.Time   // when it was last used
 	inUse   bool        // at the edge: it serves an open, or the cloud has not confirmed the end of the conn
 	saying  *time.Timer // timer that calls sayEnd
-	unheard time.Time   // when the method lost first saw that the kernel resends without an answer; zero: it does not
+	unheard time.Time   // when the method lost first saw the kernel resend without an answer; zero: it does not resend
 }
 
 func newDataConn(c, raw net.Conn, b *conn.Blocks) *dataConn {

@@ -28,9 +28,9 @@ const maxTicket = 64
 const endTime = 50 * time.Millisecond
 
 const (
-	// requestPause is how long requestMore sends no request for a data connection after a refusal. While more requests
-	// are pending than data connections exist, it is also the least time between two requests: an edge of an older
-	// release does not answer a request that it does not fulfil.
+	// requestPause is how long requestMore sends no request for a data connection after a refusal. It is also the
+	// shortest time between two requests while more requests are pending than data connections exist. Edges of older
+	// releases do not refuse a request, so such a request stays pending.
 	requestPause = time.Second
 	// requestPauseFull replaces requestPause after a refusal by an edge that has as many data connections as it may
 	// have. Some of these data connections end soon: within a round trip, or when their targets have taken every byte.
@@ -193,7 +193,7 @@ func (s *Server) tryAttachData(c *tls.Conn, j *joiningConn) error {
 	if cs == nil {
 		return errors.New("this replica did not request it")
 	}
-	defer cs.answered() // only after spare: before it, an open would find d not idle and ask for another data connection
+	defer cs.answered() // deferred until spare has run: earlier, an open would ask for another data connection
 	if !cs.hold(d) {
 		return errEnded
 	}
@@ -267,7 +267,7 @@ func (s *cloudSession) spareFor(ctx context.Context, r tunnel.Request) *dataConn
 			defer timer.Stop()
 			late = timer.C
 		}
-		s.requestMore() // again after each turn: another conn may have taken the data connection
+		s.requestMore() // in each round, since another conn may have taken the data connection
 		select {
 		case <-spared:
 		case <-late:
@@ -322,7 +322,7 @@ func (s *cloudSession) dialOver(
 	}
 	stop := context.AfterFunc(ctx, d.Interrupt)
 	data, err := s.sendOpen(d, m)
-	waited := stop() // false: d was interrupted, or is about to be, and cannot be used again
+	waited := stop() // false: d was interrupted, or is about to be, so no other conn can use d
 	switch {
 	case waited && err == nil && data == nil:
 		if c = s.carry(m.Topic, r.Category, d); c != nil {

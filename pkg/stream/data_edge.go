@@ -31,8 +31,8 @@ const (
 	attachPause  = time.Minute
 )
 
-// moreConnections opens a data connection, at the cloud's request. If the edge opens none, it answers the
-// request with a refusal. A cloud of an older release ignores the refusal, because no open has this topic.
+// moreConnections opens a data connection, at the cloud's request. If the edge may not open one, it answers with
+// a refusal. A cloud of an older release ignores the refusal, because none of its opens has this topic.
 func (s *edgeSession) moreConnections(m *tunnel.Message) error {
 	ticket := m.Topic
 	s.mu.Lock()
@@ -117,8 +117,8 @@ func (s *edgeSession) openData(ticket string) (d *dataConn, err error) {
 		if d, err = s.tryData(ctx, ticket); err == nil || ctx.Err() != nil {
 			break
 		}
-		// Each try takes a place of the strangers of this source for a moment. Other edges behind
-		// the same address share the places, and their joins must not wait for these retries.
+		// At the cloud, each try takes a stranger's place of this source for a moment. Other edges behind
+		// the same address share these places, and their joins must not wait for these retries.
 		select {
 		case <-time.After(rand.N(attachJitter)): //nolint:gosec // jitter
 		case <-ctx.Done():

@@ -17,7 +17,7 @@ type meteredConn struct {
 	flooded func(frames int) bool // called with the number of new frames; true: too many
 
 	// Owned by Read.
-	skip   int    // bytes until the next frame's header: the rest of the preface or of a payload
+	skip   int    // how many bytes come before the next frame's header: the rest of the preface or of a payload
 	header []byte // the part of the next frame's header that was read so far
 	over   bool   // flooded has returned true
 }

@@ -65,9 +65,9 @@ func (l Limits) joiningBytes() int { return 32<<10 + 2*l.Metadata + conn.MaxMess
 func (l Limits) relayed() int { return 4 * l.Conns }
 
 // In each second, an edge may send ownMessages control messages, ownStreams streams, and ownFrames
-// HTTP/2 frames without data. That covers heartbeats, its control stream, and whatever a newer edge
-// may send. Each open that the cloud sends allows openMessages, openStreams and openFrames more: an
-// answer, a cancel and the refusal of a data connection, or a stream, and some more as a reserve.
+// HTTP/2 frames without data. These numbers cover heartbeats, the control stream, and messages that a
+// newer edge may send. Each open from the cloud allows openMessages, openStreams and openFrames more.
+// They cover an answer, a cancel, the refusal of a data connection, a stream, and a reserve.
 // These limits end the session of an edge that opens and resets streams (CVE-2023-44487). Until the
 // session ends, grpc-go runs at most as many handlers as there may be streams.
 const (
@@ -93,8 +93,8 @@ func (l EdgeLimits) orDefault() EdgeLimits {
 	return EdgeLimits{Conns: cmp.Or(l.Conns, d.Conns), Dials: cmp.Or(l.Dials, d.Dials)}
 }
 
-// maxReaching is how many calls of Reach an edge has on a session that are not answered, or were refused within the
-// last burst. So the edge stays below ownStreams: the cloud gives back only the streams of calls that it lets in.
+// maxReaching is how many calls of Reach on a session an edge may have that are unanswered, or were refused within the
+// last burst. So the edge stays below ownStreams: only for a call that it lets in, the cloud allows another stream.
 const maxReaching = ownStreams
 
 // bucket limits how often an event may happen: at a steady rate with bursts, plus once for each grant

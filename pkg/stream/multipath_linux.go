@@ -10,12 +10,12 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// A connection with Multipath TCP (RFC 8684) has a TCP connection of its own for each path. TCP_INFO of its
-// socket is of the first path, even when that path has ended. So the functions here ask for all paths.
+// A connection with Multipath TCP (RFC 8684) has a TCP connection for each path. TCP_INFO of its socket
+// describes only the first path, even after that path has ended. So the functions here ask for all paths.
 
 // Options of level SOL_MPTCP (include/uapi/linux/mptcp.h), since Linux 5.16. Both return a header of four
-// 32-bit numbers, and then an element for each path. The header has its own size, the number of paths, the
-// size of an element in the kernel, and the size of an element here, which is never more than in the kernel.
+// 32-bit numbers, and then an element for each path. The header holds its own size, the number of paths, the
+// size of the kernel's element, and the size of an element in the answer, which is never larger.
 const (
 	mptcpTCPInfo = 2
 	mptcpAddrs   = 3
@@ -46,7 +46,7 @@ func infosOf(fd uintptr) (infos []*unix.TCPInfo, ok bool) {
 			}
 			return infos, true
 		}
-		// The peer or a box in between has no Multipath TCP: the socket answers as one of plain TCP.
+		// The peer or a box in between has no Multipath TCP: the kernel treats the socket as plain TCP.
 	}
 	info, err := unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO)
 	if err != nil {
@@ -55,7 +55,7 @@ func infosOf(fd uintptr) (infos []*unix.TCPInfo, ok bool) {
 	return []*unix.TCPInfo{info}, true
 }
 
-// mptcpOption returns the elements of an option, one for each path. size is the size of an element here.
+// mptcpOption returns the elements of an option, one for each path. size is how many bytes of an element to read.
 func mptcpOption(fd uintptr, option, size int) (elements [][]byte, err error) {
 	buf := make([]byte, mptcpHeader+mptcpPaths*size)
 	binary.NativeEndian.PutUint32(buf, mptcpHeader)

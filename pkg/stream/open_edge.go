@@ -18,9 +18,9 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// openWay is the way that one open came to the client's end of a session: an edge, or a replica that
-// has joined another replica. The client answers the open, and makes the conn, by the same way. A
-// controlOpen came by the control stream, a dataOpen by a data connection.
+// openWay is how one open came to the client's end of a session, and how the client answers it. The client
+// is an edge, or a replica that has joined another replica. A controlOpen came by the control stream, a
+// dataOpen by a data connection. The conn uses the same way as the open.
 type openWay interface {
 	// registered is called after serveOpen has added the open to the topics of the session, or has
 	// failed to add it.
@@ -53,7 +53,7 @@ type streamConn struct {
 	cancel context.CancelFunc // resets stream
 }
 
-// open opens the stream by call. The metadata of the stream are the topic, and these pairs.
+// open opens the stream with call. The stream's metadata is the topic and pairs, which alternate keys and values.
 func (o *streamConn) open(
 	ctx context.Context, call func(ctx context.Context) (conn.Stream, error), pairs ...string,
 ) error {
@@ -108,8 +108,8 @@ type dataOpen struct {
 	topic string
 
 	// Owned by the goroutine that serves the data connection.
-	confirmed  func() // removes the topic of the previous conn: this open confirms the end of that conn
-	endAwaited bool   // the conn has ended here, and the cloud has not confirmed that it has all of it
+	confirmed  func() // removes the previous conn's topic, since this open confirms the end of that conn
+	endAwaited bool   // the conn has ended here, and the cloud has not confirmed that it has all bytes
 }
 
 // ServeOpen implements tunnel.Way: the goroutine that reads the data connection serves the open.
@@ -117,8 +117,8 @@ func (o *dataOpen) ServeOpen(in *tunnel.Incoming, dial tunnel.DialFunc) error {
 	return o.s.serveOpen(in.Message, o, dial)
 }
 
-// registered removes the topic of the previous conn, after the new open has become a topic. In the
-// other order a draining session could end in between, because its last topic was removed.
+// registered removes the topic of the previous conn, after the new open has become a topic. If it removed
+// the topic before, a draining session could end in between, because it would have no topic for a moment.
 func (o *dataOpen) registered() { o.confirmed() }
 
 // run calls serve in the goroutine that reads the data connection. That goroutine has nothing else to
@@ -141,7 +141,7 @@ func (o *dataOpen) reset() {
 }
 
 func (o *dataOpen) refuse(r *pb.Refused) {
-	o.data.Send(conn.FrameRefused, encode(r)) //nolint:errcheck // its reader gets the error
+	o.data.Send(conn.FrameRefused, encode(r)) //nolint:errcheck // the reader of the data connection gets the error
 }
 
 func (o *dataOpen) ended() {
@@ -212,7 +212,7 @@ func (s *edgeSession) serve(
 	if err != nil {
 		err = whyRefused(ctx, r, late, err)
 	}
-	s.endSpan(span, r, err) // before the cloud knows: no span outlives its parent
+	s.endSpan(span, r, err) // before the cloud gets the answer, so that the span ends before its parent
 	if err != nil {
 		s.refuseDial(name, r, way, err)
 		return
@@ -234,8 +234,8 @@ func (s *edgeSession) serve(
 	s.logEnded(name, r.Addr, received+sent, started, err)
 }
 
-// logEnded is not a part of serve: its arguments would take hundreds of bytes of stack for as long as
-// the conn lives.
+// logEnded is a function of its own, because in serve its arguments would take hundreds of bytes of stack
+// for as long as the conn lives.
 func (s *edgeSession) logEnded(name, target string, bytes int64, started time.Time, err error) {
 	s.log.Debug("conn ended", "topic", name, "target", target, "bytes", bytes,
 		"err", err, "dur", time.Since(started).Round(time.Microsecond))
@@ -246,8 +246,8 @@ func (s *edgeSession) cannotOpen(err error) error {
 	return tunnel.Refusef(tunnel.Internal, "node %s reached the target and cannot open the conn: %v", s.pub.Node, err)
 }
 
-// openConn makes this end of a conn by way, with remote at its other end. asked and gone are [conn.Config.Asked] and
-// [conn.Config.Gone].
+// openConn makes this end of a conn over way. remote is the address at the other end. asked and gone are
+// [conn.Config.Asked] and [conn.Config.Gone].
 func (s *edgeSession) openConn(
 	ctx context.Context, remote conn.Addr, way connWay, asked bool, gone func(),
 ) (*conn.Conn, error) {
@@ -266,8 +266,8 @@ func (s *edgeSession) openConn(
 	}), nil
 }
 
-// whyRefused returns what the cloud is told of a dial that has failed with err. late reports that dialTimeout has
-// passed.
+// whyRefused returns the error that the cloud gets for a dial that has failed with err. late says that dialTimeout
+// has passed.
 func whyRefused(ctx context.Context, r tunnel.Request, late bool, err error) error {
 	_, decided := errors.AsType[*tunnel.Refusal](err)
 	switch {
@@ -299,7 +299,7 @@ func (s *edgeSession) dialTarget(
 	if refusal := s.owner.Admit(ctx, r); refusal != nil {
 		return nil, false, refusal
 	}
-	defer func() { // runs also if dial panics
+	defer func() { // deferred, because dial may panic
 		s.owner.Dialled(r, errors.Join(err, ctx.Err()))
 		if target == nil {
 			s.owner.Over()
@@ -325,8 +325,8 @@ func (s *edgeSession) refuseUnknown(m *tunnel.Message, way openWay) {
 	s.refuse(way, tunnel.Refusef(tunnel.Internal, "node %s runs no module %q", s.pub.Node, m.Category))
 }
 
-// nobody refuses an open by the control stream for a module that this edge does not have. It ignores
-// other unknown messages.
+// nobody handles a message on the control stream that has no handler. It refuses an open, since this edge does not
+// have its module, and ignores other messages.
 func (s *edgeSession) nobody(m *tunnel.Message) error {
 	if m.Type == tunnel.TypeOpen {
 		s.refuseUnknown(m, &controlOpen{streamConn{s: s, topic: m.Topic}})

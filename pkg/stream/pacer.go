@@ -11,9 +11,12 @@ import (
 // 100 kbit/s, the session's own connection gets less than one kilobyte a second. Opens and heartbeats
 // then wait behind packets that are lost again and again.
 //
-// The pacer bounds only what this end sends, and only on narrow links. It checks the connections
-// while a data connection sends. At these checks, data connections that lose packets are switched to
-// another congestion control.
+// The pacer limits only what this end sends, and only on narrow links. Its limit is called the bound: the
+// rate at which all data connections together may send. While a data connection sends, the pacer checks
+// all connections every paceInterval (a look). At a look, data connections that lose packets are switched
+// to another congestion control.
+//
+// The session's own connection has need if it has bytes that the network does not take, or loses packets.
 type pacer struct {
 	// Set before the first data connection.
 	own   *carrier            // the session's own connection
@@ -27,7 +30,7 @@ type pacer struct {
 	data     map[*carrier]*progress // the data connections
 	ours     progress               // progress of the session's own connection
 	lastLook time.Time              // time of the last look; zero: the next look has nothing to compare with
-	needed   int                    // looks at which own had need, since own last had none; see adjust
+	needed   int                    // looks in a row at which the session's own connection had need; see adjust
 	arrival  int64                  // smoothed rate at which the other end gets bytes, in bytes a second; 0: not known
 	ownRate  int64                  // like arrival, for the session's own connection alone
 	before   int64                  // ownRate when the bound began
@@ -48,25 +51,25 @@ type progress struct {
 const (
 	// paceInterval is the time between two looks.
 	paceInterval = 500 * time.Millisecond
-	// sureLooks is a number of looks in a row. If the session's own connection had need at all of
-	// them, a bound begins. One look is not enough: a link is also slow just after a short cut.
+	// sureLooks is how many looks in a row the session's own connection must have need before a bound
+	// begins. One look is not enough, because a link is also slow just after a short cut.
 	sureLooks = 4
-	// helpLooks is at how many looks under a bound the session's own connection may have need
-	// before the bound must have helped.
+	// helpLooks is at how many looks under a bound the session's own connection may have need. If its
+	// rate has not grown by then, the bound does not help, and the pacer lifts it.
 	helpLooks = 8
 	// wideRate is the rate at which a link counts as wide, regardless of its load, in bytes a
 	// second.
 	wideRate = 3 * narrowRate
-	// leastTrip is the shortest round trip at which a bound applies. Below leastTrip the kernel
-	// sends up to 64 KiB at a time. At a low rate the kernel then sends nothing for minutes
+	// leastTrip is the shortest round trip at which a bound applies. Over a shorter round trip the
+	// kernel sends up to 64 KiB at a time, and so sends nothing for minutes at a low rate
 	// (tcp_tso_autosize).
 	leastTrip = 3 * time.Millisecond
 	// leastPace is the rate that every data connection keeps, in bytes a second. The kernel sends
 	// two segments at a time: some 2.8 KiB every 8 s. The queueing discipline fq drops packets
 	// that are scheduled more than 10 s ahead.
 	leastPace = 384
-	// paceGrowth is the divisor for growth: at a look the bound grows by 1/paceGrowth. With need it
-	// grows to its share of the capacity at most.
+	// paceGrowth is the divisor for growth: at a look the bound grows by 1/paceGrowth. While the session's
+	// own connection has need, the bound grows no further than its share of the capacity.
 	paceGrowth = 4
 	// arrivalSmooth is the divisor for smoothing. A new measurement of the arrival rate has the
 	// weight 1/arrivalSmooth.
@@ -82,8 +85,8 @@ const (
 	manyRetries = 2
 	// lostOverNarrow replaces lostAfter while the link is narrow.
 	lostOverNarrow = time.Minute
-	// narrowTime is how long a link counts as narrow after a bound. It is also how long no new
-	// bound begins after a bound that did not help.
+	// narrowTime is how long a link still counts as narrow after the pacer has lifted the bound. If a
+	// bound did not help, narrowTime is how long the pacer sets no new bound.
 	narrowTime = time.Minute
 )
 
@@ -167,7 +170,7 @@ func (p *pacer) adjust() (began bool) {
 	switch {
 	case need == none:
 		p.needed = 0
-	case moves: // otherwise the link may be cut, and that says nothing about its capacity
+	case moves: // without moving bytes the link may be cut, so a look says nothing about its capacity
 		p.needed++
 	}
 	was := p.rate
@@ -191,8 +194,9 @@ func (p *pacer) adjust() (began bool) {
 	return began
 }
 
-// measure records what has arrived. It caps each rate at wideRate, a few times narrowRate. So a
-// link that was fast counts as narrow soon after it has become narrow.
+// measure updates arrival, ownRate and capacity with the bytes that have arrived within took: all bytes,
+// and those of the session's own connection. It caps each rate at wideRate, a few times narrowRate. So
+// a link that was fast counts as narrow soon after it has become narrow.
 func (p *pacer) measure(all, own int64, took time.Duration) {
 	if all == 0 {
 		return
@@ -225,7 +229,7 @@ func (p *pacer) decide(need need, arrives bool, busy int, now time.Time) {
 	default:
 		p.quiet = 0
 		if p.bounded++; p.bounded == helpLooks && p.ownRate < 2*p.before && p.ownRate < p.capacity/4 {
-			// The data connections do not cause the loss.
+			// The session's own connection still gets little, so the data connections do not cause its need.
 			p.rate, p.notUntil = 0, now.Add(narrowTime)
 			p.narrowUntil.Store(0)
 			return
@@ -256,12 +260,13 @@ type need int
 
 const (
 	none     need = iota
-	waiting       // it has bytes to send that the network does not take
-	starving      // its packets are lost, or wait in a long queue
+	waiting       // the connection has bytes to send that the network does not take
+	starving      // the connection's packets are lost, or wait in a long queue
 )
 
-// nextPace returns the bound of all data connections together, in bytes a second; 0: none. rate
-// is the current bound, and capacity is what the link can take.
+// nextPace returns the next bound of all data connections together, in bytes a second; 0: none. rate
+// is the current bound, and capacity is the rate that the link can take. own is the need of the session's
+// own connection.
 func nextPace(rate, capacity int64, own need) int64 {
 	switch {
 	case rate == 0 && (own == none || capacity >= narrowRate), capacity >= 2*narrowRate:
@@ -282,8 +287,8 @@ func nextPace(rate, capacity int64, own need) int64 {
 }
 
 // update asks the kernel about a connection. arrived is how many bytes have arrived since the
-// last update. waits says that the connection waits for the network. It must have had bytes in
-// flight for at least half of the interval, and have bytes that it cannot send or that were lost.
+// last update. waits says that the connection waits for the network. It had bytes in flight for at
+// least half of the interval, and has bytes that it cannot send or that were lost.
 func (p *progress) update(c *carrier, interval time.Duration) (arrived int64, waits bool) {
 	if c.tcp == nil {
 		return 0, false

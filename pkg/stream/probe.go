@@ -22,18 +22,19 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// probeVersion is the version in the hello of a node that only asks whether it may join. The cloud checks the proof
-// of the node as at a join, and opens no session. An older cloud refuses the version after it has accepted the proof.
+// probeVersion is the version in the hello of a node that only asks whether it may join. The cloud checks the node's
+// proof as for a join, but opens no session. An older cloud also checks the proof first, and then refuses the version.
 const probeVersion = math.MaxUint32
 
-// probePadding is how many bytes such a hello has at least: a path that loses large packets must show it.
+// probePadding is how many bytes a hello of probeVersion has at least. So Probe fails on a path that loses large
+// packets.
 const probePadding = 4 << 10
 
-// Answer is the cloud's answer to [Client.Probe]. It is zero if the cloud is of an older release, which has accepted
-// the proof and says nothing more.
+// Answer is the cloud's answer to [Client.Probe]. It is zero if a cloud of an older release has answered: such a cloud
+// accepts the proof, and says no more.
 type Answer struct {
-	Time     time.Time // by the clock of the cloud; zero: not known
-	Software string    // of the cloud
+	Time     time.Time // time of the answer by the clock of the cloud; zero: not known
+	Software string    // name and version of the cloud's program
 	// Session is the live session of the node with the replica that has answered; "": there is none.
 	Session string
 	Since   time.Time // when that session began, by the clock of the cloud
@@ -87,8 +88,9 @@ func (c *Client) Probe(ctx context.Context) (a Answer, err error) {
 	return answerOf(err, binding)
 }
 
-// bindingOf identifies a TLS connection: both ends have the same text, and no other connection has it. "" if the
-// connection allows none (RFC 5705, RFC 7627).
+// bindingOf returns a text that identifies a TLS connection (RFC 5705). Both ends compute the same text, and no other
+// connection has it. If a box in between ends TLS, the texts differ. "" if the connection permits no such text (RFC
+// 7627).
 func bindingOf(state *tls.ConnectionState) string {
 	secret, err := state.ExportKeyingMaterial("EXPERIMENTAL tunnel ask", nil, 32)
 	if err != nil {
@@ -97,8 +99,8 @@ func bindingOf(state *tls.ConnectionState) string {
 	return hex.EncodeToString(secret)
 }
 
-// answerOf reads the answer to a hello of probeVersion out of the error that ends the stream. binding is of the TLS
-// connection.
+// answerOf reads the answer to a hello of probeVersion from err, the error that ends the stream. binding is the result
+// of bindingOf for the connection.
 func answerOf(err error, binding string) (a Answer, _ error) {
 	if why := reasonOf(err); status.Code(err) != codes.FailedPrecondition || why != "" && why != reasonProbed {
 		if err == nil {
@@ -132,7 +134,7 @@ func answerOf(err error, binding string) (a Answer, _ error) {
 	return a, nil
 }
 
-// millisecond returns the time of a number of milliseconds since 1970; zero if the text is none.
+// millisecond parses milliseconds since 1970; it returns the zero time if s is not such a number.
 func millisecond(s string) time.Time {
 	ms, err := strconv.ParseInt(s, 10, 64)
 	if err != nil {

@@ -17,7 +17,7 @@ type quota struct {
 	node tunnel.NodeName // set once
 
 	queue                     tunnel.Queue // limits the opens of the node
-	services                  tunnel.Queue // limits those of Services among them, see categoryServices
+	services                  tunnel.Queue // limits the opens of categoryServices among them
 	messages, streams, frames *bucket      // what the edge sends; see ownMessages
 
 	sessions int // live sessions of the node; guarded by quotas.mu
@@ -82,8 +82,9 @@ func (q *quota) release() {
 	})
 }
 
-// categoryServices is the category of opens for endpoints of Services, and of what edges ask for. Any pod causes such
-// conns, and may leave them idle. So they get at most half of a node's conns, and callers of front doors find room.
+// categoryServices is the category of opens for endpoints of Services, and of the conns that edges ask for (Reach). Any
+// pod can cause such conns, and may leave them idle. So they get at most half of a node's conns, and callers of front
+// doors find room.
 const categoryServices = "services"
 
 // enter waits for room for an open, or for a Reach of the edge.
@@ -97,7 +98,7 @@ func (q *quota) enter(ctx context.Context, ended <-chan struct{}, r tunnel.Reque
 	if refusal := q.services.Enter(ctx, ended, r); refusal != nil {
 		return refusal
 	}
-	q.services.Dialled(r.Addr, true) // it has no limit of dials
+	q.services.Dialled(r.Addr, true) // this queue has no limit of dials, so no answer is needed
 	refusal := q.queue.Enter(ctx, ended, r)
 	if refusal != nil {
 		q.services.Over()
@@ -114,8 +115,8 @@ func (q *quota) allowAnswer() {
 	}
 }
 
-// allowReach gives the edge back the stream of a Reach that enter let in, and grants it the frames of a conn. So the
-// limit of streams counts only calls that the quota did not let in.
+// allowReach allows the edge one more stream for a Reach that enter let in, and the frames of its conn. So the limit
+// of streams counts only calls that the quota did not let in.
 func (q *quota) allowReach() {
 	q.streams.allow(1)
 	q.frames.allow(openFrames)
@@ -139,8 +140,8 @@ func (q *quota) over(category string) {
 	}
 }
 
-// mayOpen counts a stream that the edge opens. It returns false if that is one too many.
+// mayOpen counts a stream that the edge opens. It returns false if the edge has opened too many.
 func (q *quota) mayOpen() bool { return q == nil || q.streams.take() }
 
-// mayFrame counts an HTTP/2 frame without data. It returns false if that is one too many.
+// mayFrame counts an HTTP/2 frame without data. It returns false if the edge has sent too many.
 func (q *quota) mayFrame() bool { return q == nil || q.frames.take() }

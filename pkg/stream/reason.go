@@ -12,9 +12,9 @@ import (
 	"google.golang.org/grpc/status"
 )
 
-// reason says in a word of the protocol why the other side refused or ended something. It stands
-// beside the gRPC code and a text for people, as the reason of a google.rpc.ErrorInfo. Programs decide
-// by codes and reasons, never by texts.
+// reason is a word of the protocol that says why the other side has refused a request or ended a session.
+// A gRPC status carries it in a google.rpc.ErrorInfo, beside the code and a text for people. Programs
+// decide by codes and reasons, never by texts.
 type reason string
 
 const (
@@ -29,13 +29,13 @@ const (
 // reasonDomain is the domain of our reasons: it keeps them apart from the reasons of other software.
 const reasonDomain = "tunnel"
 
-// codeFact is the name of the fact that tells the code of a refusal, by its name.
+// codeFact is the key of the fact that holds the name of a refusal's code.
 const codeFact = "code"
 
 // withReason returns a gRPC error with a reason.
 func withReason(code codes.Code, r reason, text string) error { return withFacts(code, r, text, nil) }
 
-// withFacts is withReason, and adds facts for programs.
+// withFacts is like withReason, and adds facts for programs.
 func withFacts(code codes.Code, r reason, text string, facts map[string]string) error {
 	s, err := status.New(code, text).WithDetails(
 		&errdetails.ErrorInfo{Reason: string(r), Domain: reasonDomain, Metadata: facts})
@@ -64,9 +64,9 @@ func isUnknownAuthority(err error) bool { return is[x509.UnknownAuthorityError](
 // isOtherName reports whether the other side's certificate is for another name or address.
 func isOtherName(err error) bool { return is[x509.HostnameError](err) }
 
-// OutOfDate returns the certificate of the other side's chain that err refuses because of its dates. It is
-// nil if err has another cause. problem says what is wrong with the dates, behind the name of the
-// certificate: "expired on 2026-11-22T10:00:00Z".
+// OutOfDate returns the certificate of the other side's chain whose dates have caused err. It returns nil if err
+// has another cause. problem continues a sentence that begins with the certificate's name, such as
+// "expired on 2026-11-22T10:00:00Z".
 func OutOfDate(err error) (cert *x509.Certificate, problem string) {
 	invalid, ok := errors.AsType[x509.CertificateInvalidError](err)
 	if !ok || invalid.Reason != x509.Expired {

@@ -30,7 +30,7 @@ import (
 
 // ServerConfig configures a [Server].
 type ServerConfig struct {
-	Listen    string           // address to listen on, such as ":9000"; "": OnePort alone
+	Listen    string           // address to listen on, such as ":9000"; "": edges connect only to OnePort
 	ProxyFrom auth.Sources     // balancers that send a PROXY header to Listen; see package balancer
 	OnePort   *listen.Handover // edges that connect to the one port; see package oneport; nil: there is none
 	// WebSocket is an address to listen on for an HTTP ingress, such as "127.0.0.1:8080"; "": none. The ingress
@@ -41,10 +41,10 @@ type ServerConfig struct {
 	// Certificates: the TLS handshake asks edges for the certificates of their nodes. TLS verifies
 	// none of them; Auth does.
 	Certificates bool
-	// Tell returns what every edge is told with a certificate; nil: nothing.
+	// Tell returns the CAs and addresses of the cloud that every edge gets with a certificate; nil: none.
 	Tell func() auth.TellEdges
-	// Trusts gets the CAs, as auth.CAID, by which a node says that it verifies the cloud; nil: the server drops them.
-	// The server calls Trusts after it has renewed the node's certificate. It checks only the length of the ids.
+	// Trusts gets the ids (auth.CAID) of the CAs by which a node verifies the cloud, as the node says. The server calls
+	// Trusts after it has renewed the node's certificate. It checks only the length of the ids. nil: it drops the ids.
 	Trusts     func(node tunnel.NodeName, cas []string)
 	Issuer     Issuer           // issues certificates to nodes; nil (not a typed nil): the server issues none
 	Counters   *tunnel.Counters // nil: nobody reads the counters
@@ -53,14 +53,14 @@ type ServerConfig struct {
 	Grace      time.Duration  // how long conns may continue when the server stops; 0: tunnel.GracePeriod
 	Software   string         // name and version of this program, sent to edges
 	Replicas   Replicas       // the other replicas; nil (not a typed nil): this replica is alone
-	Congestion *Congestion    // of the connections of edges and replicas; nil: the system's choice
-	Audit      tunnel.Trail   // takes joins, ends of sessions, and certificates of nodes; nil: nobody
+	Congestion *Congestion    // congestion control of the connections of edges and replicas; nil: the system's choice
+	Audit      tunnel.Trail   // gets an event for each join, end of a session and certificate of a node; nil: off
 	Tracer     *tunnel.Tracer // makes spans of opens; nil: off
 	// Sockets opens the listeners; nil: nobody can take them over.
 	Sockets *listen.Sockets
-	// Reach connects to a target that the edge of a session asks for, or refuses it with a [tunnel.Refusal]. The edge
-	// does not learn the text of another error. The caller owns the conn. ctx bounds the dialling only. nil: edges
-	// reach nothing.
+	// Reach connects to a target that the edge of a session asks for, or returns a [tunnel.Refusal]. If it returns
+	// another error, the edge does not get its text. The caller owns the conn. ctx bounds the dialling only. nil: every
+	// such request is refused.
 	Reach ReachFunc
 	// ReachSink is told of the conns for which edges ask.
 	ReachSink tunnel.Sink
@@ -91,12 +91,12 @@ type Server struct {
 	// suppress another.
 	joinWarnings, groupWarnings, splitWarnings tunnel.Limiter
 	denials                                    tunnel.Limiter // limits warnings about dials that edges have denied
-	// auditedJoins and auditedIssues limit events of what strangers can cause, and auditedFaults those of refusals
-	// because of a fault of the cloud. They are apart from the log's limits, which allow far more.
+	// auditedJoins and auditedIssues limit audit events that strangers can cause. auditedFaults limits events of refusals
+	// that are a fault of the cloud. The limits of the log are others, and allow far more.
 	auditedJoins, auditedIssues, auditedFaults tunnel.Limiter
 
 	quotas  quotas      // of the nodes
-	tickets dataTickets // of pending data connections
+	tickets dataTickets // the tickets of requested data connections
 
 	addr atomic.Pointer[net.Addr] // set while the server listens
 	// splices is the context of the conns that edges have asked for. Run sets it before it serves.
@@ -258,13 +258,14 @@ func (s *Server) openListener(address string) (net.Listener, error) {
 		func() (net.Listener, error) { return s.listen("tcp", address) })
 }
 
-// linkServers are the gRPC servers of edges, by what the link of a connection is like.
+// linkServers are the gRPC servers for edges. There is one for each kind of link, since gRPC sets window sizes and
+// timeouts per server.
 type linkServers struct{ near, far, multipath *grpc.Server }
 
 // all returns the servers, for stop.
 func (l linkServers) all() []*grpc.Server { return []*grpc.Server{l.near, l.far, l.multipath} }
 
-// newGRPC returns a gRPC server for near or far links. A connection that brings nothing for total is lost.
+// newGRPC returns a gRPC server for near or far links. It closes a connection on which no byte comes for total.
 func (s *Server) newGRPC(link far, total time.Duration) *grpc.Server {
 	conns := s.cfg.Limits.Conns
 	if s.cfg.Replicas != nil {
@@ -313,7 +314,7 @@ func (s *Server) serve(
 		listening.Go(func() { failed <- servers.near.Serve(nearListener{joining, fromFar, fromMultipath}) })
 		closeLater(func() { joining.Close() })
 	}
-	// servers.near returns the error of these, too.
+	// If a listener fails, servers.near.Serve returns its error as well.
 	listening.Go(func() { servers.far.Serve(fromFar) })             //nolint:errcheck // see above
 	listening.Go(func() { servers.multipath.Serve(fromMultipath) }) //nolint:errcheck // see above
 	if web != nil {
@@ -338,11 +339,10 @@ func (s *Server) serve(
 func (s *Server) requestsCertificates() bool { return s.cfg.Certificates || s.cfg.Replicas != nil }
 
 // Leave prepares a stop while other replicas continue. Call Leave before the stop. A second call waits for the first
-// one. From then on no edge may join this replica. Leave asks connected edges to open a session with another replica.
-// The DNS names of nodes then lead to other replicas. Leave returns when every edge has such a session:
-// after leaveFirst, when load balancers and clients that resolve names have seen the change, at the
-// earliest, and after leaveLast at the latest. Front doors should serve until Leave returns. On a replica
-// without live peers, Leave does nothing.
+// call. From then on no edge may join this replica. Leave asks connected edges to open a session with another replica.
+// The DNS names of nodes then lead to other replicas. Leave returns when every edge has such a session, but not before
+// leaveFirst and not after leaveLast. Within leaveFirst, load balancers and clients of DNS see the change. Front doors
+// should serve until Leave returns. If no other replica has joined this one, Leave does nothing.
 func (s *Server) Leave(ctx context.Context) {
 	if s.Alone() && !tunnel.IsClosed(s.leaving) {
 		return
@@ -371,7 +371,7 @@ func (s *Server) Leave(ctx context.Context) {
 	}
 }
 
-// leaves notes that Leave was called. It reports whether that is the first call.
+// leaves notes a call of Leave. It reports whether this is the first call.
 func (s *Server) leaves() (first bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -384,8 +384,8 @@ func (s *Server) leaves() (first bool) {
 	return true
 }
 
-// Move asks the connected edges to open another session, and goes on. Call it when this process no longer accepts
-// connections of edges, and another process accepts them. It returns the nodes that have a session here.
+// Move asks the connected edges to open another session; this server continues. Call Move when another process accepts
+// the connections of edges in place of this one. It returns the nodes that have a session here.
 func (s *Server) Move() []tunnel.NodeName {
 	s.moving.Store(true)
 	for _, cs := range s.allLive() {
@@ -394,8 +394,8 @@ func (s *Server) Move() []tunnel.NodeName {
 	return s.dir.Connected()
 }
 
-// Stay undoes Move, which has returned nodes. The edges come back. Each gets another session, and the conns of its old
-// session go on.
+// Stay undoes Move, because the other process does not take over after all. nodes is the result of Move. The edges come
+// back. Each gets a new session, and the conns of its old session continue.
 func (s *Server) Stay(nodes []tunnel.NodeName) {
 	s.moving.Store(false)
 	s.dir.Expect(nodes, time.Now().Add(leaveLast))
@@ -404,8 +404,8 @@ func (s *Server) Stay(nodes []tunnel.NodeName) {
 // Alone reports whether no other replica could take the edges.
 func (s *Server) Alone() bool { return s.cfg.Replicas == nil || len(s.cfg.Replicas.Joined()) == 0 }
 
-// stop ends gRPC servers. The server has already told every session to end. If edges do not close
-// their connections within a second, stop closes the connections.
+// stop ends gRPC servers, after the Server has told every session to end. If edges do not close their
+// connections within a second, stop closes the connections.
 func stop(servers ...*grpc.Server) {
 	var wg sync.WaitGroup
 	for _, server := range servers {
@@ -440,8 +440,8 @@ func (s *Server) drain() {
 	}
 }
 
-// grace returns how long conns may continue when the server stops. The time that the last call of Leave took is part
-// of the grace period, because Kubernetes' 30 s begin with it. An earlier call is that of a drain without a stop.
+// grace returns how long conns may continue when the server stops. The grace period counts from the last call of Leave,
+// because Kubernetes' 30 s begin at that call. An earlier call of Leave was for a drain without a stop.
 func (s *Server) grace() time.Duration {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -472,7 +472,7 @@ func (s *Server) tooMany(remote net.Addr) {
 	}
 }
 
-// intercept runs before every stream. After one refused stream, a connection gets no other stream.
+// intercept runs before every stream. It refuses all further streams of a connection after one refused stream.
 // A panic ends the session of the stream, and no other session.
 func (s *Server) intercept(srv any, stream grpc.ServerStream, _ *grpc.StreamServerInfo, next grpc.StreamHandler) error {
 	t, err := transportOf(stream.Context())
@@ -485,7 +485,7 @@ func (s *Server) intercept(srv any, stream grpc.ServerStream, _ *grpc.StreamServ
 	if err := s.mayOpen(t); err != nil {
 		return err
 	}
-	if t.session.Load() == nil { // otherwise the metadata of the connection's first stream was checked
+	if t.session.Load() == nil { // with a session, the metadata of the connection's first stream was checked before
 		if err := s.metadataFits(stream.Context()); err != nil {
 			t.refuse()
 			s.refused(stream.Context(), t, &refusedJoin{told: err})
@@ -599,7 +599,8 @@ func (s *Server) TunnelStreaming(stream pb.Stream_TunnelStreamingServer) error {
 // errLost is why a session ended whose control stream was cancelled, for example by a lost connection.
 var errLost = errors.New("connection lost")
 
-// auditedRefusals is how many events each minute has of refused joins, of refused certificates, and of faults.
+// auditedRefusals is how many events a minute the audit gets of each kind: refused joins, refused certificates, and
+// faults of the cloud.
 const auditedRefusals = 5
 
 // auditEnd records the end of a session of a node.
@@ -617,7 +618,7 @@ func (s *Server) auditEnd(cs *cloudSession, err error) {
 	})
 }
 
-// detach removes an ended session from the live sessions, and has its role undo attach.
+// detach removes an ended session from the live sessions, and lets its role undo attach.
 func (s *Server) detach(cs *cloudSession) {
 	s.mu.Lock()
 	delete(s.live, cs)
@@ -635,7 +636,8 @@ func (s *Server) Connect(stream pb.Stream_ConnectServer) error {
 	return cs.connect(stream)
 }
 
-// sessionOf returns the session of the connection that a stream came on. If there is none, it refuses the connection.
+// sessionOf returns the session that belongs to the connection of a stream. If the connection has no session,
+// sessionOf refuses the connection.
 func (s *Server) sessionOf(ctx context.Context) (*cloudSession, error) {
 	t, err := transportOf(ctx)
 	if err != nil {
@@ -643,8 +645,8 @@ func (s *Server) sessionOf(ctx context.Context) (*cloudSession, error) {
 	}
 	cs := t.session.Load()
 	if cs == nil {
-		// The stream came on another connection than the session's control stream: a proxy between edge
-		// and cloud has split the streams.
+		// The stream came on another connection than the session's control stream. The cause is a proxy between
+		// edge and cloud that spreads the streams over several connections.
 		t.refuse()
 		s.cfg.Counters.Refuse(tunnel.WrongSession)
 		if skipped, ok := s.splitWarnings.Allow(); ok {

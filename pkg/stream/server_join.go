@@ -33,9 +33,9 @@ type refusedJoin struct {
 	again bool
 }
 
-// refused counts and logs a refused join, credential or certificate. Only tooMany does the same, for
-// connections that the server closes before they send anything. Strangers control the number of
-// refusals, so only some get a log line.
+// refused counts and logs a refused join, credential or certificate. (tooMany does so for connections that
+// the server closes before they send a byte.) Strangers control how many refusals there are, so the log gets
+// only some of them.
 func (s *Server) refused(ctx context.Context, t *transport, r *refusedJoin) {
 	what := cmp.Or(r.what, "join refused")
 	if r.again {
@@ -59,7 +59,8 @@ func (s *Server) refused(ctx context.Context, t *transport, r *refusedJoin) {
 		"remote", t.conn.RemoteAddr().String(), "node", text(r.node), "err", err, "skipped", skipped)
 }
 
-// auditRefused records a refused join or certificate, up to auditedRefusals a minute. The node is only claimed.
+// auditRefused records a refused join or certificate, up to auditedRefusals a minute. The node in the event is the
+// claimed one.
 func (s *Server) auditRefused(t *transport, r *refusedJoin) {
 	if s.cfg.Audit == nil {
 		return
@@ -138,8 +139,8 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 	t.session.Store(cs)
 	t.conn.joined()
 
-	// The cloud's hello is the first message in the outbox. So neither an open nor a drain can overtake
-	// it: the directory and the live sessions have cs only afterwards.
+	// The cloud's hello is the first message in the outbox. The directory and the live sessions get cs only
+	// afterwards, so neither an open nor a drain can overtake the hello.
 	cs.post(message(typeHello, "", s.ownHello(cs)))
 	s.mu.Lock()
 	s.live[cs] = struct{}{}
@@ -217,7 +218,8 @@ func (s *Server) ownHello(cs *cloudSession) *pb.Hello {
 // control stream, or a call for the first certificate of a node.
 var errOneProof = status.Error(codes.AlreadyExists, "this connection has a session already, or is about to")
 
-// uniform returns the error that a stranger gets, whatever was wrong with the proof.
+// uniform returns the error that a stranger gets. It does not say what was wrong with the proof, so that it helps
+// nobody to guess credentials.
 func uniform() error { return status.Error(codes.Unauthenticated, auth.ErrUnauthenticated.Error()) }
 
 // authenticateNode checks the proof of a joining node: the access token of the call, or else the

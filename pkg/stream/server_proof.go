@@ -18,8 +18,8 @@ import (
 // token by sending a new one, a certificate by having a new one signed (sign.go).
 
 // proof is how a node has proven its identity. The session ends when the proof is no longer good. A
-// proof never changes. The proof of a replica is empty and stays good: only its join checks its
-// certificate.
+// proof never changes. The proof of a replica is empty and stays good, because a replica's certificate is
+// checked only when the replica joins.
 type proof struct {
 	grant       auth.Grant          // node, expiry and revocation of the credential
 	release     func()              // makes the authenticator forget the grant
@@ -28,7 +28,7 @@ type proof struct {
 	token       [sha256.Size]byte   // SHA-256 of the token; set for a token
 }
 
-// certificateEnds returns the end of the node's certificate in seconds since 1970; 0: p is no certificate.
+// certificateEnds returns when the node's certificate ends, in seconds since 1970; 0 if p is a token.
 func (p *proof) certificateEnds() int64 {
 	if len(p.chain) == 0 {
 		return 0
@@ -36,7 +36,7 @@ func (p *proof) certificateEnds() int64 {
 	return p.chain[0].NotAfter.Unix()
 }
 
-// described describes the node's certificate; nil: p is no certificate.
+// described describes the node's certificate for operators; nil if p is a token.
 func (p *proof) described() *tunnel.Certificate {
 	if len(p.chain) == 0 {
 		return nil
@@ -46,8 +46,8 @@ func (p *proof) described() *tunnel.Certificate {
 }
 
 const (
-	// clockStep is how often the expiry of a proof is compared with the clock. Somebody may set the
-	// clock while the session lives.
+	// clockStep is how often the expiry of a proof is compared with the clock. One timer until the
+	// expiry is not enough, because the clock may be set while the session lives.
 	clockStep = time.Minute
 	// In each renewInterval, an edge may have renewBurst certificates signed, and renewBurst
 	// credentials checked. That allows a few failures in a row, but no flood.
@@ -61,7 +61,7 @@ var (
 	errExpired = withReason(codes.Unauthenticated, reasonExpired, "the credential of this node has expired")
 )
 
-// standOn replaces the proof of the session by p.
+// standOn makes p the proof of the session.
 func (s *cloudSession) standOn(p *proof) {
 	old := s.proof.Swap(p)
 	s.pub.CertificateEnds.Store(p.certificateEnds())
@@ -97,7 +97,7 @@ func (s *cloudSession) endWhenExpiredOrRevoked() {
 		case <-s.done:
 			return
 		}
-		if end != nil && s.proof.Load() == p { // otherwise a new proof has replaced p
+		if end != nil && s.proof.Load() == p { // a session whose proof was replaced meanwhile continues
 			s.Close(end)
 			return
 		}

@@ -25,10 +25,10 @@ type ReachRequest struct {
 
 	// A ReachFunc sets these for ServerConfig.ReachSink, as soon as it knows them.
 	Node tunnel.NodeName // the node that dials the target; empty: the cloud
-	Addr string          // host:port that is dialled
+	Addr string          // host:port that the node or the cloud dials
 }
 
-// event describes the conn. What the edge asks for is the path.
+// event describes the conn. The event's path is the target that the edge asks for.
 func (r *ReachRequest) event() tunnel.Event {
 	return tunnel.Event{
 		Kind: tunnel.EventServices, Node: r.Node, Caller: "node " + string(r.From.Node), Remote: r.From.Remote,
@@ -83,14 +83,14 @@ func (s *cloudSession) reach(stream pb.Stream_ReachServer, cfg *ServerConfig, sp
 			received, sent, err := tunnel.Splice(splices, c, to)
 			<-gone
 			s.log.Debug("conn ended", "topic", topic, "target", target, "bytes", received+sent, "err", err)
-			visit.Ended(received, sent, err, request.event) // the target gets what the edge has sent
+			visit.Ended(received, sent, err, request.event) // for the audit, sent bytes go to the target
 		})()
 	}()
 	return waitForEnd(stream.Context(), c)
 }
 
-// tellRefused tells ReachSink of a conn that is refused. An edge can cause refusals of targets that it may not reach as
-// often as it likes, so they are limited; the counters count all of them.
+// tellRefused tells ReachSink that a conn is refused. An edge can cause any number of refusals with the code Denied, so
+// only some of these become events. The counters count all of them.
 func (s *cloudSession) tellRefused(visit *tunnel.Visit, request *ReachRequest, refusal *tunnel.Refusal) {
 	skipped := 0
 	if refusal.Code == tunnel.Denied {
@@ -113,13 +113,13 @@ func (s *cloudSession) dialReach(
 	given, target := ctx, request.Target
 	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
 	defer cancel()
-	caller := "node " + string(s.pub.Node) // no caller of a front door has such a name, so the two take turns
+	caller := "node " + string(s.pub.Node) // a source of its own in the queue: no caller of a front door has this name
 	r := tunnel.Request{Node: s.pub.Node, Category: categoryServices, Addr: target, Caller: caller}
 	if refusal = s.quota.enter(ctx, s.done, r); refusal != nil {
 		return nil, refusal
 	}
 	s.quota.allowReach()
-	defer func() { // runs also when dial panics
+	defer func() { // deferred, because dial may panic
 		s.quota.dialled(target, to != nil || refusal != nil && refusal.Answered())
 		if to == nil {
 			s.quota.over(categoryServices)
@@ -152,7 +152,7 @@ func (s *cloudSession) dialReach(
 	return nil, refusal
 }
 
-// reachOf returns what the metadata of a Reach say.
+// reachOf returns the topic and the target in the metadata of a Reach.
 func reachOf(ctx context.Context) (topic, target string, err error) {
 	topics, targets := metadata.ValueFromIncomingContext(ctx, topicKey), metadata.ValueFromIncomingContext(ctx, targetKey)
 	if len(topics) != 1 || len(targets) != 1 {

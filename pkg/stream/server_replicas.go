@@ -11,9 +11,9 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// Replicas is what a server asks about the other replicas of its cloud; pkg/peers implements it. The
-// server has the sessions that other replicas open with this replica. Replicas knows which replicas
-// exist, and which nodes they hold.
+// Replicas knows which other replicas of the cloud exist, and which nodes they hold. The server asks it;
+// pkg/peers implements it. The server itself has only the sessions that other replicas open with this
+// replica.
 type Replicas interface {
 	// ID is the id of this replica, a UUID.
 	ID() string

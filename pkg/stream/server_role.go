@@ -80,7 +80,7 @@ func (r asNode) attach(cs *cloudSession, hello *pb.Hello) {
 		}
 	}
 	r.server.welcome(cs)
-	// Otherwise this session was joining when Leave or Move told the live sessions.
+	// If Leave or Move has run, it has not told this session to move, because the session was not live yet.
 	if tunnel.IsClosed(r.server.leaving) || r.server.moving.Load() {
 		r.leave(cs)
 	}
@@ -107,7 +107,7 @@ func (r asNode) denied(cs *cloudSession, req tunnel.Request, refusal *tunnel.Ref
 // other replicas: then prove refuses the peer.
 type asReplica struct {
 	server *Server
-	id     string // of the other replica, as it claims
+	id     string // the id of the other replica, as it claims
 }
 
 // prove checks the certificate of the connection.
@@ -120,8 +120,8 @@ func (r asReplica) prove(_ context.Context, t *transport) (*proof, *refusedJoin)
 	if err := others.Authenticate(t.State); err != nil {
 		return nil, &refusedJoin{told: uniform(), err: fmt.Errorf("it says that it is a replica: %w", err)}
 	}
-	// uuid.Parse accepts other forms of a UUID as well. One form allows any two bytes in place of
-	// the braces.
+	// uuid.Parse also accepts forms that String does not return. In one form, any two bytes may stand in
+	// place of the braces.
 	if u, err := uuid.Parse(r.id); err != nil || u.String() != r.id {
 		return nil, &refusedJoin{told: status.Error(codes.InvalidArgument, "the id of a replica must be a UUID")}
 	}

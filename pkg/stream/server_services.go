@@ -10,21 +10,21 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// SessionService is a gRPC service for edges. It is served on the connection of a session, and nowhere else, so the
-// node that calls is the proven one. An edge calls it by [Client.Calls].
+// SessionService is a gRPC service for edges. The server serves it only on the connection of a session, so the calling
+// node is proven. An edge calls the service by [Client.Calls].
 //
 // A message has at most conn.MaxMessage bytes in its wire form. A session may have maxCalls streams of all such
 // services at once.
 type SessionService struct {
-	// Desc describes the service, as the generated code has it. The methods of the service must be streams.
+	// Desc is the description of the service in the generated code. The methods of the service must be streams.
 	Desc *grpc.ServiceDesc
 	// Handler serves a stream of the service. The context of the stream is done when the session ends. The stream
 	// then ends, too, and Handler must return.
 	Handler func(from *tunnel.Session, stream grpc.ServerStream) error
 }
 
-// maxCalls is how many streams of SessionServices a session may have at once. An edge needs one of each service. The
-// next one may begin before the cloud knows that the last one has ended.
+// maxCalls is how many streams of SessionServices a session may have at once. An edge needs one stream of each service.
+// Its next stream may begin before the cloud knows that the last stream has ended.
 const maxCalls = 4
 
 // onSessions describes a service to gRPC.
@@ -62,7 +62,7 @@ func (s *Server) serveCall(service SessionService, stream grpc.ServerStream) err
 	}
 	ctx, cancel := context.WithCancel(stream.Context())
 	defer cancel()
-	answer := make(chan error, 1) // the goroutine never waits
+	answer := make(chan error, 1) // capacity 1, so that the goroutine's send never waits
 	go func() {
 		defer cs.callOver()
 		cs.guarded(func() { answer <- service.Handler(cs.pub, callStream{stream, ctx}) })()
@@ -70,7 +70,7 @@ func (s *Server) serveCall(service SessionService, stream grpc.ServerStream) err
 	select {
 	case err := <-answer:
 		return err
-	case <-cs.done: // only the end of the stream frees a handler that sends or receives
+	case <-cs.done: // serveCall must return now: the end of the stream unblocks a handler that sends or receives
 		return errSessionOver
 	}
 }

@@ -43,13 +43,13 @@ type cloudSession struct {
 	tickets     *dataTickets  // the server's
 	spareWait   time.Duration // the constant, except in tests
 
-	quota *quota // of the node; nil: no limits
+	quota *quota // the node's quota; nil: no limits
 
-	denials tunnel.Limiter // how many targets that the node may not reach are told to ReachSink
+	denials tunnel.Limiter // limits how often ReachSink is told of a target that the node may not reach
 
 	// See server_succeed.go.
-	predecessor atomic.Pointer[cloudSession] // whose conns go on, unless it has ended; nil: none. See lastAlive
-	succession  atomic.Pointer[time.Timer]   // ends the predecessor; nil: nothing does
+	predecessor atomic.Pointer[cloudSession] // older session whose conns continue, see lastAlive; nil: none
+	succession  atomic.Pointer[time.Timer]   // ends the predecessor; nil: no timer does
 
 	// Guarded by session.mu.
 	stopping       bool          // the edge has said that it is about to stop
@@ -79,7 +79,7 @@ type pending struct {
 	settled atomic.Bool // true: one party has settled the request
 	result  chan opened // the settler sends exactly once; capacity 1, so that the send never waits
 
-	category string // of the request; set once
+	category string // the category of the request; set once
 }
 
 // opened is the result of an open request: a conn or a refusal.
@@ -115,7 +115,7 @@ func (s *cloudSession) Dial(ctx context.Context, r tunnel.Request) (net.Conn, er
 	}
 	if refusal != nil {
 		if r.NoWait && refusal.Code == tunnel.Overloaded {
-			return nil, refusal // not final: the caller may try elsewhere or wait
+			return nil, refusal // not counted, because the caller may still try another node, or wait
 		}
 		s.counters.Refuse(refusal.Code)
 		if refusal.Code == tunnel.Denied {
@@ -144,7 +144,7 @@ func (s *cloudSession) dial(ctx context.Context, r tunnel.Request) (c *conn.Conn
 		return nil, refusal
 	}
 	s.quota.allowAnswer()
-	defer func() { // runs also when open panics
+	defer func() { // deferred, because open may panic
 		s.quota.dialled(r.Addr, c != nil || refusal != nil && refusal.Answered())
 		if c == nil { // otherwise connOver calls over
 			s.quota.over(r.Category)
@@ -218,7 +218,7 @@ func (s *cloudSession) noteCause(err error) {
 		return
 	}
 	_, ours := errors.AsType[*limitError](err)
-	if !ours && status.Code(err) == codes.ResourceExhausted { // gRPC's own limit of the message size
+	if !ours && status.Code(err) == codes.ResourceExhausted { // gRPC has rejected a message that is too long
 		s.counters.Limited(tunnel.LimitMessage)
 	}
 }
@@ -361,11 +361,11 @@ func (s *cloudSession) refused(m *tunnel.Message) error {
 	} else if s.tickets.takeOf(s, m.Topic) {
 		s.refusedData(refusal)
 	}
-	return nil // else: no dial waits for the refusal any more, or the ticket has expired
+	return nil // if no topic and no ticket matches: the dial no longer waits, or the ticket has expired
 }
 
-// edgeLeaves notes that the edge takes no new conns. Its conns continue; new dials are refused. The edge may still ask
-// for conns (Reach). Without a grace period the edge goes on: it was drained.
+// edgeLeaves notes that the edge takes no new conns. Its conns continue, and the cloud refuses new dials to it. The
+// edge may still ask for conns (Reach). If the message has no grace period, the edge was drained and does not stop.
 func (s *cloudSession) edgeLeaves(m *tunnel.Message) error {
 	var d pb.Drain
 	if err := proto.Unmarshal(m.Data, &d); err != nil {
@@ -414,7 +414,7 @@ func (s *cloudSession) whyEnded(err error) string {
 	return text(status.Convert(err).Message())
 }
 
-// hasStopped reports whether the session ended with err because the edge has stopped, as it had announced.
+// hasStopped reports whether the session ended with err because the edge has stopped, after it had announced its stop.
 func (s *cloudSession) hasStopped(err error) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -428,7 +428,7 @@ func (s *cloudSession) hasLeft() bool {
 	return s.leaving
 }
 
-// isCleanEnd reports whether the edge has ended the session because it wanted to.
+// isCleanEnd reports whether the edge itself has ended the session in the normal way.
 func (s *cloudSession) isCleanEnd(err error) bool {
 	return errors.Is(err, io.EOF) || s.hasStopped(err)
 }

@@ -10,22 +10,23 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// A node has one session that takes dials: the newest. A session that succeeds an older one does not end the older
-// one, whose conns go on. That happens in two cases, both with the instance of the older session:
+// A node has one session that takes dials: the newest. A new session with the same instance may succeed the node's
+// older session. The older session then does not end, and its conns continue. There are two such cases:
 //
 //   - A new process of the edge takes over from the process of the older session, and says so.
 //   - The cloud has told the older session to move, and the edge has come back: see Server.Move.
 //
-// Any other session of the same node ends the older one at once, since callers must learn that its conns are lost.
+// Any other new session of the node ends the older session at once: the old process has probably died, and callers must
+// learn that their conns are lost.
 
 // errReplaced ends a session that a newer one has replaced.
 var errReplaced = status.Error(codes.Aborted, "replaced by a newer session of this node")
 
 const (
-	// successionTime is how long a session may continue after that of a new process has succeeded it: the new
-	// process becomes ready, and then conns have the grace period.
+	// successionTime is how long a session may continue after the session of a new process has succeeded it. The new
+	// process needs time to become ready, and then the old conns have the grace period.
 	successionTime = time.Minute
-	// maxPredecessors is how many such sessions a node may have: processes that restart one after the other.
+	// maxPredecessors is how many succeeded sessions a node may have, if its processes restart one after the other.
 	maxPredecessors = 4
 )
 
@@ -43,11 +44,11 @@ func (s *cloudSession) follow(older *cloudSession) {
 	if older == nil {
 		return
 	}
-	if !older.toldDrain.Load() { // otherwise its edge ends it
+	if !older.toldDrain.Load() { // an edge that was told to move ends the session itself
 		s.succession.Store(time.AfterFunc(successionTime, func() {
 			if p := s.lastAlive(); p != nil {
 				p.Close(errReplaced)
-				s.lastAlive() // nothing keeps p
+				s.lastAlive() // drops the reference to p
 			}
 		}))
 	}
@@ -59,9 +60,10 @@ func (s *cloudSession) follow(older *cloudSession) {
 	}
 }
 
-// lastAlive returns the newest session before s that has not ended; nil: none. It makes that one the predecessor of s,
-// so that nothing keeps the ended ones in between. Their timers stop: that of s ends the new predecessor. If s has
-// none, the cloud has told all of them to move, and their edges end them.
+// lastAlive returns the newest session before s that has not ended; nil: none. It makes this session the predecessor of
+// s, so that no reference keeps the ended sessions in between in memory. It stops the timers of those sessions, because
+// the timer of s ends the new predecessor. If s has no timer, the cloud has told the older sessions to move, and their
+// edges end them.
 func (s *cloudSession) lastAlive() *cloudSession {
 	for {
 		older := s.predecessor.Load()
@@ -75,8 +77,8 @@ func (s *cloudSession) lastAlive() *cloudSession {
 	}
 }
 
-// fallBack attaches the newest session before an ended one, if that still takes dials: the new process of the edge
-// has ended early. The session then lasts as if nobody had succeeded it.
+// fallBack is called when the session of a new process has ended early. It attaches the newest older session again, if
+// that session still takes dials. The older session then lasts as if it had no successor.
 func (s *Server) fallBack(ended *cloudSession) {
 	older := ended.lastAlive()
 	if older == nil || older.hasLeft() {
@@ -88,7 +90,7 @@ func (s *Server) fallBack(ended *cloudSession) {
 	if timer := ended.succession.Load(); timer != nil {
 		timer.Stop()
 	}
-	if tunnel.IsClosed(older.done) { // meanwhile
+	if tunnel.IsClosed(older.done) { // it has ended meanwhile
 		s.dir.Detach(older.pub)
 	}
 }

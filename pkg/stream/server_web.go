@@ -18,14 +18,14 @@ const WebSocketPath = "/tunnel"
 // maxWebHeader bounds the header of a request for a WebSocket, in bytes. net/http reads 4 KiB more.
 const maxWebHeader = 16 << 10
 
-// webListener accepts WebSockets from an HTTP ingress. Inside of each, an edge speaks the same TLS as on the
-// other port, so the ingress need not be trusted.
+// webListener accepts WebSockets from an HTTP ingress. Inside each WebSocket, an edge speaks the same TLS as on
+// the port for edges, so the cloud need not trust the ingress.
 //
-// A connection is on probation from TCP accept until the edge has joined, and has a place among the strangers of
-// the other port. Its source is the ingress.
+// A connection is on probation from TCP accept until the edge has joined. It counts among the strangers of the
+// port for edges, with the ingress as its source.
 type webListener struct {
-	joining *joinListener    // of the port
-	passed  *listen.Handover // of the accepted WebSockets
+	joining *joinListener    // the listener of the port for WebSockets
+	passed  *listen.Handover // hands the accepted WebSockets to gRPC
 	http    *http.Server
 	log     *slog.Logger
 }
@@ -48,14 +48,14 @@ func (s *Server) listenWeb() (*webListener, error) {
 	w.http = &http.Server{
 		Handler: mux, DisableGeneralOptionsHandler: true,
 		ReadHeaderTimeout: s.cfg.Limits.JoinTimeout, // the probation ends the whole connection by then
-		WriteTimeout:      s.cfg.Limits.JoinTimeout, // of answers; a WebSocket is no answer any more
+		WriteTimeout:      s.cfg.Limits.JoinTimeout, // bounds answers of HTTP, not WebSockets
 		MaxHeaderBytes:    maxWebHeader,
 		ErrorLog:          slog.NewLogLogger(s.log.Handler(), slog.LevelDebug),
 		ConnContext: func(ctx context.Context, c net.Conn) context.Context {
 			return context.WithValue(ctx, webConnKey{}, c)
 		},
 	}
-	w.http.SetKeepAlivesEnabled(false) // each connection is on probation once
+	w.http.SetKeepAlivesEnabled(false) // one request per connection, since its probation covers only one
 	return w, nil
 }
 
@@ -73,7 +73,7 @@ func (w *webListener) close() {
 	}
 	w.passed.Close()
 	w.http.Close()
-	w.joining.Close() // serve may not have begun
+	w.joining.Close() // if serve has not begun, http does not know the listener
 }
 
 // Accept implements net.Listener, for http.
@@ -117,7 +117,7 @@ func (c *webConn) Close() error {
 	return c.Conn.Close()
 }
 
-// upgrade makes a WebSocket of a request, and passes it on to gRPC.
+// upgrade opens the WebSocket that a request asks for, and hands it to gRPC.
 func (w *webListener) upgrade(out http.ResponseWriter, r *http.Request) {
 	raw, ok := r.Context().Value(webConnKey{}).(*webConn)
 	if !ok {

@@ -34,7 +34,7 @@ type session struct {
 	maxConns int64                       // most topics at once
 	ordered  bool                        // the peer has capabilityAbort
 	budget   *bucket                     // limits the messages that the peer sends; nil: no limit
-	way      tunnel.Way                  // of the opens on the control stream; nil at the server's end: it gets no opens
+	way      tunnel.Way                  // serves the opens on the control stream; nil at the server's end: it gets none
 	unknown  func(*tunnel.Message) error // called with each message on the control stream that has no handler
 	hangUp   func() error                // closes our side of the control stream; nil: the cloud cannot close its side
 
@@ -117,7 +117,7 @@ func (s *session) reason() error {
 	return s.err
 }
 
-// add registers a topic, unless the edge takes no new conns. Otherwise it is register.
+// add registers a topic as register does, but fails if the edge takes no new conns.
 func (s *session) add(name string, t topic) *tunnel.Refusal {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -412,11 +412,11 @@ func (s *session) start(ctx context.Context) {
 	}
 }
 
-// watchSilence ends the session when nothing has come from the peer on any of its connections for
-// lostAfter, or multipathLost. Any received bytes prove that the peer lives, however late an answer is. Pings make
-// the peer send. watchSilence looks twice before it ends the session: if this process was paused for a
-// while, bytes that came meanwhile are about to be read. From lostAfter on, it looks again every
-// quarter of doubtTime, so that the session ends soon after the last acknowledgement is that old.
+// watchSilence ends the session when no byte has come from the peer on any connection for lostAfter, or
+// multipathLost. Any received byte proves that the peer lives, however late an answer is. Pings make the
+// peer send. watchSilence looks twice before it ends the session: after a pause of this process, bytes that
+// came meanwhile have yet to be read. A peer whose kernel still acknowledges bytes does not count as silent.
+// So from lostAfter on, watchSilence looks every quarter of doubtTime, to notice the end of acknowledgements.
 func (s *session) watchSilence() {
 	s.mu.Lock()
 	silence, limit, lost := s.silenceLocked(), s.own.lost(), false
@@ -503,8 +503,8 @@ func (s *session) idle() <-chan struct{} {
 	return gone
 }
 
-// text returns a string of the peer as messages, logs and an operator's terminal may have it. Characters that cannot be
-// printed become question marks, and what follows the first 512 bytes is cut off.
+// text makes a string of the peer safe for messages, logs and an operator's terminal. It replaces unprintable
+// characters by question marks, and cuts the string off after 512 bytes.
 func text(s string) string {
 	const longest = 512 // bytes, about a sentence
 	if len(s) > longest {

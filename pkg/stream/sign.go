@@ -19,10 +19,10 @@ import (
 
 // Issuer issues certificates to nodes. auth.Issuer implements it.
 type Issuer interface {
-	// First issues the node's first certificate for a join token. ErrNoUse tells why a good token for several
-	// nodes is not good for this one. A bad token is refused at once
-	// (auth.ErrUnauthenticated), without asking the signer. A token whose node gets its first
-	// certificate just now is refused at once, too (auth.ErrSigning).
+	// First issues the node's first certificate for a join token. For a bad token it returns
+	// auth.ErrUnauthenticated at once, without asking the signer. While the node's first certificate is
+	// being issued, it returns auth.ErrSigning at once. auth.ErrNoUse says why a good token for several
+	// nodes does not permit this node.
 	First(ctx context.Context, c auth.Credential, request []byte) (node tunnel.NodeName, chain []byte, err error)
 	// Again issues another certificate for the node that holds the certificate in c. A certificate
 	// that is no longer good is refused in the same way as a bad token.
@@ -50,8 +50,8 @@ func certificatesService() *grpc.ServiceDesc {
 	}
 }
 
-// sign has a certificate issued. On a session's own connection it is another certificate; on any
-// other connection it is the node's first.
+// sign has a certificate issued for the caller. On a session's own connection, this is another certificate of
+// the node; on any other connection, it is the node's first certificate.
 func (s *Server) sign(stream grpc.ServerStream) error {
 	ctx, cancel := context.WithTimeout(stream.Context(), signTimeout)
 	defer cancel()
@@ -65,7 +65,7 @@ func (s *Server) sign(stream grpc.ServerStream) error {
 		answer, refusal = s.signAgain(ctx, cs, stream)
 	} else {
 		answer, refusal = s.signFirst(ctx, t, stream)
-		defer t.refuse() // whatever the answer: this connection has no other use
+		defer t.refuse() // after any answer, the connection has no other use
 	}
 	if refusal != nil {
 		refusal.what = certificateRefused
@@ -92,7 +92,7 @@ func (s *Server) signFirst(
 	if s.cfg.Issuer == nil {
 		return nil, &refusedJoin{node: c.Node, told: errNoIssuer}
 	}
-	if t.joining.Swap(true) { // each call may wait for a message that never ends, so a connection gets one
+	if t.joining.Swap(true) { // one call per connection, because each call may wait for a message that never ends
 		return nil, &refusedJoin{node: c.Node, told: errOneProof}
 	}
 	request, _, refusal := s.receiveRequest(stream)
@@ -100,7 +100,7 @@ func (s *Server) signFirst(
 		refusal.node = c.Node
 		return nil, refusal
 	}
-	t.conn.extend(signTimeout) // Kubernetes may sign slowly; this call is the connection's last
+	t.conn.extend(signTimeout) // Kubernetes may sign slowly, and the connection ends after this call
 	node, chain, err := s.cfg.Issuer.First(ctx, c, request)
 	if err == nil && string(node) != c.Node {
 		err = fmt.Errorf("%w: the proof is that of node %s", auth.ErrUnauthenticated, node)

@@ -16,7 +16,7 @@ type pathInfo struct {
 	segments        segments
 }
 
-// segmentsIn adds up what the kernel has counted of each path. The round trip is that of the longest path.
+// segmentsIn adds up the kernel's counts of all paths. The round trip is that of the longest path.
 func segmentsIn(infos []*unix.TCPInfo) (all segments) {
 	for _, info := range infos {
 		all.sent += info.Data_segs_out
@@ -28,7 +28,8 @@ func segmentsIn(infos []*unix.TCPInfo) (all segments) {
 }
 
 // pathOf asks the kernel about the path of a socket (TCP_INFO). ok is false if the kernel does not
-// answer. Of several paths, the round trips are those of the shortest path, and the rest is the sum.
+// answer. If there are several paths, the round trips are those of the shortest path, and the other values
+// are sums.
 func pathOf(fd uintptr) (p pathInfo, ok bool) {
 	infos, ok := infosOf(fd)
 	if !ok || len(infos) == 0 {
@@ -97,7 +98,7 @@ func boundBackoff(fd uintptr, d time.Duration) {
 type acks struct {
 	ended    bool          // the kernel has ended the connection
 	underWay bool          // sent bytes have no acknowledgement yet
-	missing  bool          // the kernel resends what has no acknowledgement
+	missing  bool          // the kernel resends bytes that have no acknowledgement
 	last     time.Duration // time since the last acknowledgement
 }
 
@@ -111,7 +112,7 @@ func acksOf(fd uintptr) (a acks, ok bool) {
 	return acksIn(infos), true
 }
 
-// acksIn reads the acknowledgements from the kernel's answer. One path that works is enough.
+// acksIn reads the acknowledgements from the kernel's answer. If one path works, the connection works.
 func acksIn(infos []*unix.TCPInfo) acks {
 	a := acks{ended: true, missing: true, last: math.MaxInt64}
 	for _, info := range infos {
@@ -128,7 +129,7 @@ func acksIn(infos []*unix.TCPInfo) acks {
 // sending is what the kernel knows about the data that a TCP connection sends.
 type sending struct {
 	arrived            int64         // bytes that the other end's kernel has; estimated behind a lost packet
-	busy               time.Duration // how long bytes were in flight, without the time in which the reader took none
+	busy               time.Duration // how long bytes were in flight, without the time in which the peer's window was full
 	unsent             int           // bytes that the kernel holds and cannot send yet
 	retries            int           // how often in a row the oldest packet was resent in vain
 	trip, shortestTrip time.Duration // round trips: smoothed, and the shortest

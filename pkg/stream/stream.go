@@ -27,7 +27,7 @@
 // handle certificates. data.go is the session's data connections, data_cloud.go and data_edge.go are
 // their two ends, and pacer.go slows them down.
 // congestion.go chooses the kernel's congestion control of all these connections.
-// Package conn is a forwarded connection, whatever carries it.
+// Package conn implements a forwarded connection for both ways.
 //
 // A session owns its conns and its goroutines: they end when the session ends. Run of the module
 // returns only after all of them have ended.
@@ -62,8 +62,8 @@ func capabilities() []string { return []string{capabilityAbort} }
 // capabilityRenew says that the edge renews its certificate when it is asked.
 const capabilityRenew = "renew"
 
-// capabilityServices says that an edge serves Services: it watches them, and dials the endpoints of its node. Of a
-// cloud it says that edges can watch Services, and reach endpoints.
+// capabilityServices, in the hello of an edge, says that the edge watches Services and dials the endpoints of its node.
+// In the hello of a cloud, it says that edges can watch Services and ask for conns to endpoints.
 const capabilityServices = "services"
 
 // category is this package's name as a module, and the category of its messages.
@@ -101,7 +101,8 @@ const maxReplicas = 64
 // typeRenew asks an edge to renew its certificate.
 const typeRenew = "renew"
 
-// maxTrusts and maxTrust bound what an edge says of the CAs that it trusts: a number, and bytes.
+// maxTrusts is how many CAs an edge may name as those by which it verifies the cloud. maxTrust is the longest id of
+// such a CA, in bytes.
 const maxTrusts, maxTrust = 8, 16
 
 // typeNodes tells another replica which nodes this replica holds.
@@ -165,8 +166,8 @@ const (
 	keepaliveCloud   = 2500 * time.Millisecond
 	keepaliveEdge    = 10 * time.Second
 	heartbeatSilence = keepaliveCloud + 500*time.Millisecond
-	// keepaliveTotal is how long the session's own connection may bring nothing while data
-	// connections still bring bytes.
+	// keepaliveTotal is how long no byte may come on the session's own connection while bytes still
+	// come on data connections.
 	keepaliveTotal = 30 * time.Second
 	// multipathLost and multipathTotal replace lostAfter and keepaliveTotal for a connection with
 	// Multipath TCP. Such a connection may lose its only path for half a minute, until this machine
@@ -198,7 +199,7 @@ const (
 
 // serverOptions are the settings of the gRPC server. gRPC's defaults are too open for a public
 // port: unlimited streams, headers of 16 MiB, handshakes of two minutes.
-// total is keepaliveTotal, or what replaces keepaliveTotal.
+// total is keepaliveTotal or multipathTotal.
 func serverOptions(maxConns int, l Limits, link far, total time.Duration) []grpc.ServerOption {
 	return []grpc.ServerOption{
 		grpc.ForceServerCodecV2(conn.NewCodec()),
@@ -210,7 +211,7 @@ func serverOptions(maxConns int, l Limits, link far, total time.Duration) []grpc
 		// them. See metadataFits.
 		grpc.MaxHeaderListSize(uint32(2 * l.Metadata)),
 		grpc.MaxRecvMsgSize(conn.MaxMessage),
-		grpc.ConnectionTimeout(l.JoinTimeout + time.Second), // joinListener's timeout comes first, and counts
+		grpc.ConnectionTimeout(l.JoinTimeout + time.Second), // joinListener's timeout passes first, and is counted
 		grpc.StaticStreamWindowSize(link.sizes().streamWindow),
 		grpc.StaticConnWindowSize(link.sizes().sessionWindow),
 		grpc.ReadBufferSize(readBuffer),
@@ -221,7 +222,7 @@ func serverOptions(maxConns int, l Limits, link far, total time.Duration) []grpc
 	}
 }
 
-// dialOptions are the same settings for the edge.
+// dialOptions are the same settings for the gRPC client of the edge.
 func dialOptions(link far, total time.Duration) []grpc.DialOption {
 	return []grpc.DialOption{
 		grpc.WithDefaultCallOptions(

@@ -2,7 +2,7 @@ package stream
 
 import "tunnel.example/tunnel/pkg/tunnel"
 
-// eventOf says what became of a request, for its span. A nil refusal: there is a conn.
+// eventOf describes a request and its result for its span. If refusal is nil, the request has led to a conn.
 func (s *session) eventOf(r tunnel.Request, refusal *tunnel.Refusal) tunnel.Event {
 	e := tunnel.Event{
 		Kind: tunnel.EventKind(r.Category), Result: tunnel.ResultOK, Node: r.Node, Caller: r.Caller, Target: r.Addr,
@@ -14,7 +14,8 @@ func (s *session) eventOf(r tunnel.Request, refusal *tunnel.Refusal) tunnel.Even
 	return e
 }
 
-// endSpan ends the span of an open that was served; nil: there is none. err is why the target was not reached.
+// endSpan ends the span of an open that was served. span may be nil. err is why the target was not reached; nil after
+// success.
 func (s *session) endSpan(span *tunnel.Span, r tunnel.Request, err error) {
 	if span == nil {
 		return

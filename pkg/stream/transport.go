@@ -26,8 +26,8 @@ type transport struct {
 	refused atomic.Bool                  // a stream was refused; no further stream is served
 }
 
-// refuse lets the server serve no further stream on the connection. It closes the connection once
-// the status has had time to leave. first reports whether this is the first refusal.
+// refuse makes the server refuse every further stream on the connection. It closes the connection after
+// lastWords, so that the status can leave. first reports whether this is the first refusal.
 func (t *transport) refuse() (first bool) {
 	if t.refused.Swap(true) {
 		return false
@@ -42,7 +42,7 @@ type serverCreds struct {
 	credentials.TransportCredentials
 	attach func(*tls.Conn, *joiningConn) error // makes a connection a data connection of its session
 	frames func(t *transport, frames int) bool // counts frames without data; true: they are too many
-	// balancers logs connections that begin with a PROXY header without being those of a balancer.
+	// balancers logs connections that begin with a PROXY header and do not come from a balancer.
 	balancers *balancer.Balancers
 }
 
@@ -98,9 +98,9 @@ type joinListener struct {
 	timeout   time.Duration     // Limits.JoinTimeout
 	bytes     int               // how many bytes a connection may send before it has a session
 	farTrip   time.Duration     // round trip from which a link is far
-	control   *Congestion       // of the accepted connections
+	control   *Congestion       // congestion control of the accepted connections
 	strangers *listen.Strangers // counts the connections that have not joined
-	refused   func(net.Addr)    // called with the source of a connection that was one too many for that source
+	refused   func(net.Addr)    // called with the source of a connection that its source has too many of
 }
 
 func (s *Server) newJoinListener(ln net.Listener) *joinListener {
@@ -200,8 +200,8 @@ func (c *joiningConn) SetDeadline(t time.Time) error {
 	return c.Conn.SetDeadline(t)
 }
 
-// extend postpones the deadline for a connection that has done its part and now waits for the
-// cloud. The connection keeps its place among the joining connections.
+// extend postpones the deadline of a connection that has sent its request and now waits for the cloud. The
+// connection still counts as a stranger.
 func (c *joiningConn) extend(d time.Duration) { c.probation.Extend(d) }
 
 // Close implements net.Conn.
