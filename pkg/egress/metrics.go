@@ -86,7 +86,7 @@ func (m *metrics) Collect(ch chan<- prometheus.Metric) {
 	}
 }
 
-// Collector returns the metrics of the egress front door.
+// Collector returns the metrics of the egress front door, to be registered with Prometheus.
 func (f *FrontDoor) Collector() prometheus.Collector { return f.metrics }
 
 // opening is one caller's conn, from the dial to the end of the conn. One goroutine at a time owns it.

@@ -132,7 +132,7 @@ func (s *Signer) sign(ctx context.Context, node tunnel.NodeName, request []byte)
 
 	var created object
 	err := s.objects.create(limited, certificateRequests, r, &created)
-	if reason := ReasonFor(err); reason == OK || reason == Failed { // without an answer, the request may exist nevertheless
+	if reason := ReasonFor(err); reason == OK || reason == Failed { // without an answer, the request may exist
 		defer s.remove(context.WithoutCancel(ctx), objectPath)
 	}
 	if err != nil {

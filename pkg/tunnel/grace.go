@@ -32,8 +32,8 @@ func (g *graceEnd) left(now time.Time) (left time.Duration, ok bool) {
 	return time.Duration(at - now.UnixNano()), at != 0
 }
 
-// Stopping is the cause of a context that ends some time after the process was asked to stop, at Since. The grace period
-// counts from Since, because the 30 s of Kubernetes begin at the request to stop.
+// Stopping is the cause of a context that ends some time after the process was asked to stop, at Since. The grace
+// period counts from Since, because the 30 s of Kubernetes begin at the request to stop.
 type Stopping struct{ Since time.Time }
 
 // Error implements error.

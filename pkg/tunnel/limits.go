@@ -32,7 +32,7 @@ const (
 	LimitUnread                           // unread bytes of a conn on a konnectivity stream
 	LimitFlows                            // flows of a UDP port, or of an edge, at once
 	LimitFlowsPerAddress                  // flows of a UDP port at once, of one source
-	LimitProxyHeader                      // connections of balancers that wait for a PROXY header, and how long each may wait
+	LimitProxyHeader                      // connections of balancers that wait for their PROXY header, and for how long
 	LimitMirror                           // connections of callers of twins, see pkg/services/mirror
 	LimitMirrorPerAddress                 // the connections that LimitMirror counts, of one address
 	numLimits                             // the number of limits
