@@ -34,8 +34,9 @@
 //
 //	go test -tags e2e -count=1 -v -run TestCNI ./test/e2e
 //
-// TestServices has pods of two nodes behind NAT use each other's Services, beside kube-proxy, through the tunnel;
-// TestServicesFull has the edges serve all Services of nodes without kube-proxy:
+// TestServices has pods of two nodes behind NAT use each other's Services, beside kube-proxy, through the tunnel, or
+// over a LAN between the nodes. A pod beside the control plane uses them by a mirror. TestServicesFull has the edges
+// serve all Services of nodes without kube-proxy:
 //
 //	go test -tags e2e -count=1 -v -run TestServices ./test/e2e
 //
@@ -51,6 +52,6 @@
 //
 // The tests know nothing of the tunnel's code: only the configuration files, the health port, the
 // command line, DNS, what stands in the ConfigMap, and the wire, to say what an edge would not.
-// What they do not do: measure (see make bench), or break single connections on the way (see the
-// tests of pkg/stream).
+// What they do not do: measure (see make bench), except that TestServices compares ways of a connection,
+// or break single connections on the way (see the tests of pkg/stream).
 package e2e

@@ -6,11 +6,9 @@ import (
 	"bufio"
 	"bytes"
 	"context"
-	"crypto/sha256"
 	"errors"
 	"fmt"
 	"io"
-	"math/rand/v2"
 	"net"
 	"net/http"
 	"net/netip"
@@ -18,7 +16,6 @@ import (
 	"os"
 	"slices"
 	"strings"
-	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -27,17 +24,24 @@ import (
 // The addresses of testdata/services.yaml.
 var clusterIPOf = map[string]string{"edge1": "10.96.20.1", "edge2": "10.96.20.2", "both": "10.96.20.3"}
 
-// bulkDoor is a port of the cloud.
-const bulkDoor = "7100"
-
 // TestServices has pods and processes of nodes behind NAT use Services whose pods are on the other node, beside
 // kube-proxy. No route leads from one node to the pods of the other.
 func TestServices(t *testing.T) {
 	ctx := contextOf(t)
 	program := binary(ctx, t)
-	for _, mode := range []string{"iptables", "nftables"} {
-		t.Run(mode, func(t *testing.T) {
-			c := upCluster(ctx, t, "KUBEPROXY="+mode)
+	for _, variant := range []struct {
+		mode     string // of kube-proxy
+		settings []string
+		more     func(s *farServices) []servicesStep
+	}{
+		{"iptables", []string{"DIRECT=" + controlNode, "NODES=edge1 edge2 " + controlNode},
+			func(s *farServices) []servicesStep { return []servicesStep{{"mirror", s.mirror}} }},
+		{"nftables", nil, func(s *farServices) []servicesStep {
+			return []servicesStep{{"slow uplinks", s.slowUplinks}, {"same site", s.sameSite}}
+		}},
+	} {
+		t.Run(variant.mode, func(t *testing.T) {
+			c := upCluster(ctx, t, append(variant.settings, "KUBEPROXY="+variant.mode)...)
 			if _, err := c.kubectl(ctx, "apply", "-f", "../../deployment/cloud-rbac.yaml"); err != nil {
 				t.Fatal(err)
 			}
@@ -46,19 +50,12 @@ func TestServices(t *testing.T) {
 			}
 			s := &farServices{c: c, tn: newEgress(ctx, t, c, program), mode: "relay", pods: make(map[string]string)}
 			t.Cleanup(func() { s.tn.down(t) })
-			for _, step := range []struct {
-				name string
-				do   func(ctx context.Context, t *testing.T)
-			}{
+			s.run(ctx, t, slices.Concat([]servicesStep{
 				{"pods", s.start}, {"foreign tables", s.foreign}, {"out of reach", s.outOfReach}, {"relayed", s.relayed},
 				{"rules", s.listed}, {"datagrams", s.datagrams}, {"bulk", s.bulk}, {"from the cluster", s.fromCluster},
 				{"a node is away", s.nodeAway}, {"without the cloud", s.offline}, {"names without the cloud", s.names},
-				{"the cloud is back", s.back}, {"removed", s.remove},
-			} {
-				if !c.step(t, step.name, func(t *testing.T) { step.do(ctx, t) }) {
-					return
-				}
-			}
+				{"the cloud is back", s.back},
+			}, variant.more(s), []servicesStep{{"removed", s.remove}}))
 		})
 	}
 }
@@ -78,20 +75,19 @@ func TestServicesFull(t *testing.T) {
 	}
 	s := &farServices{c: c, tn: newEgress(ctx, t, c, program), mode: "full", pods: make(map[string]string)}
 	t.Cleanup(func() { s.tn.down(t) })
-	for _, step := range []struct {
-		name string
-		do   func(ctx context.Context, t *testing.T)
-	}{
+	s.run(ctx, t, []servicesStep{
 		{"pods", s.start}, {"foreign tables", s.foreign}, {"nobody serves", s.unserved}, {"served", s.relayed},
 		{"rules", s.listed}, {"node ports", s.nodePorts}, {"no endpoint", s.refused}, {"datagrams", s.datagrams},
 		{"bulk", s.bulk}, {"a node is away", s.nodeAway}, {"without the cloud", s.offline},
 		{"names without the cloud", s.names}, {"the cloud is back", s.back}, {"removed", s.remove},
 		{"without the edge", s.withoutEdge}, {"beside kube-proxy", s.besideProxy},
-	} {
-		if !c.step(t, step.name, func(t *testing.T) { step.do(ctx, t) }) {
-			return
-		}
-	}
+	})
+}
+
+// A servicesStep is a step of TestServices or TestServicesFull.
+type servicesStep struct {
+	name string
+	do   func(ctx context.Context, t *testing.T)
 }
 
 // farServices is what the steps of TestServices and TestServicesFull work on.
@@ -100,6 +96,15 @@ type farServices struct {
 	tn   *tunnel
 	mode string            // of the edges
 	pods map[string]string // the address of the pod on each node
+}
+
+// run runs steps up to the first that fails.
+func (s *farServices) run(ctx context.Context, t *testing.T, steps []servicesStep) {
+	for _, step := range steps {
+		if !s.c.step(t, step.name, func(t *testing.T) { step.do(ctx, t) }) {
+			return
+		}
+	}
 }
 
 // The addresses and the node port of testdata/services-full.yaml.
@@ -120,12 +125,7 @@ func (s *farServices) unserved(ctx context.Context, t *testing.T) {
 // nodePorts has processes and pods of each node get the page of the pod of their node by a node port.
 func (s *farServices) nodePorts(ctx context.Context, t *testing.T) {
 	for _, node := range s.c.nodes {
-		addr, err := s.c.kubectl(ctx, "get", "node", node, "-o",
-			`jsonpath={.status.addresses[?(@.type=="InternalIP")].address}`)
-		if err != nil {
-			t.Fatal(err)
-		}
-		addr, _, _ = strings.Cut(addr, " ")
+		addr := s.internalIP(ctx, t, node)
 		for _, url := range []string{
 			"http://" + addr + ":" + nodePort + "/",
 			"http://" + s.pods[node] + ":" + podPort + "/cgi-bin/get?" + addr + "," + nodePort + ",/",
@@ -142,6 +142,18 @@ func (s *farServices) nodePorts(ctx context.Context, t *testing.T) {
 			})
 		}
 	}
+}
+
+// internalIP returns the first address of a node.
+func (s *farServices) internalIP(ctx context.Context, t *testing.T, node string) string {
+	t.Helper()
+	addrs, err := s.c.kubectl(ctx, "get", "node", node, "-o",
+		`jsonpath={.status.addresses[?(@.type=="InternalIP")].address}`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	addr, _, _ := strings.Cut(addrs, " ")
+	return addr
 }
 
 // refused asserts that connections to a Service without endpoints, and to a port that no Service has, are refused at
@@ -310,11 +322,22 @@ func (s *farServices) outOfReach(ctx context.Context, t *testing.T) {
 // relayed starts cloud and edges. Each Service then answers on each node; the pod of the own node comes first.
 func (s *farServices) relayed(ctx context.Context, t *testing.T) {
 	tn := s.tn
-	tn.write(t, "cloud.toml", tn.read(t, "cloud.toml")+"\n[mode.cloud.services]\n\n"+
-		"[mode.cloud.tcp]\n\""+cloudIP+":"+bulkDoor+"\" = \"edge2/127.0.0.1:5353\"\n\n"+
-		"[mode.cloud.tcpallow]\n\""+cloudIP+":"+bulkDoor+"\" = [\"10.0.0.0/8\"]\n")
+	tn.write(t, "cloud.toml", tn.read(t, "cloud.toml")+strings.NewReplacer("SERVICE", cloudService, "DOOR", bulkDoor,
+		"POD", s.pods["edge2"]+":"+bulkPort).Replace(`
+[mode.cloud.services]
+[mode.cloud.services.mirror]
+ports = "20000-20999"
+service = "SERVICE"
+
+[mode.cloud.tcp]
+"DOOR" = "edge2/POD"
+[mode.cloud.tcpallow]
+"DOOR" = ["10.0.0.0/8"]
+`))
 	for _, node := range s.c.nodes {
-		tn.write(t, node+".toml", tn.read(t, node+".toml")+
+		text := strings.Replace(tn.read(t, node+".toml"), "[mode.edge]\n", // the front door needs the permission
+			"[mode.edge]\nallow = [\"self:*\", \""+s.pods[node]+":"+bulkPort+"\"]\n", 1)
+		tn.write(t, node+".toml", text+
 			"\n[mode.edge.services]\nmode = \""+s.mode+"\"\nstate = \""+tn.dir+"/"+node+".services.db\"\n"+
 			map[string]string{"edge1": "dns = true\n"}[node])
 	}
@@ -453,57 +476,6 @@ func (s *farServices) datagrams(ctx context.Context, t *testing.T) {
 			return s.asks(ctx, bytes.Repeat([]byte("x"), size))
 		})
 	}
-}
-
-// bulk has a process of edge1 get 100 MB from edge2 by a Service and by a TCP front door of the cloud, in turns. The
-// log has the ratio of the two.
-func (s *farServices) bulk(ctx context.Context, t *testing.T) {
-	const size = 100 << 20
-	content := func() io.Reader { return io.LimitReader(rand.NewChaCha8([32]byte{}), size) }
-	want := sha256.New()
-	if _, err := io.Copy(want, content()); err != nil {
-		t.Fatal(err)
-	}
-	server, err := openInside("/run/netns/te2e-edge2", func() (net.Listener, error) { return net.Listen("tcp4", ":5353") })
-	if err != nil {
-		t.Fatal(err)
-	}
-	var serving sync.WaitGroup
-	t.Cleanup(func() { server.Close(); serving.Wait() })
-	serving.Go(func() {
-		for {
-			conn, err := server.Accept()
-			if err != nil {
-				return
-			}
-			serving.Go(func() {
-				defer conn.Close()
-				io.Copy(conn, content())
-			})
-		}
-	})
-	get := func(addr string) time.Duration {
-		t.Helper()
-		began := time.Now()
-		conn, err := dialInside(ctx, "/run/netns/te2e-edge1", "tcp", addr)
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer conn.Close()
-		conn.SetDeadline(time.Now().Add(time.Minute))
-		got := sha256.New()
-		if n, err := io.Copy(got, conn); err != nil || !bytes.Equal(got.Sum(nil), want.Sum(nil)) {
-			t.Fatalf("from %s: %d bytes, or others, %v", addr, n, err)
-		}
-		return time.Since(began)
-	}
-	var service, door time.Duration
-	for range 5 {
-		service += get("10.96.20.4:53")
-		door += get(cloudIP + ":" + bulkDoor)
-	}
-	t.Logf("500 MB by the Service took %v, by the TCP front door %v: %.2f of its throughput",
-		service.Round(time.Millisecond), door.Round(time.Millisecond), door.Seconds()/service.Seconds())
 }
 
 // asks sends a datagram from edge1 to the Service, and wants it back.
