@@ -145,7 +145,7 @@ type Conn struct {
 
 	// Set once.
 	caller net.Addr // who connected to the balancer; for a health check: the balancer itself
-	dest   net.Addr // the address to which the caller connected; for a health check: that of this port
+	dest   net.Addr // the address to which the caller connected; for a health check: the address of this port
 	check  bool     // a health check: the header names no caller
 }
 

@@ -23,13 +23,13 @@ type Turns struct {
 
 	mu    sync.Mutex  // guards the following, and flow.round and flow.had
 	held  int         // chunks that gRPC has and has not written
-	round int         // goes up when stalled forgives chunks: held counts only those of this round
+	round int         // goes up when stalled forgives chunks: held counts only chunks of this round
 	now   int64       // how many bytes a conn was allowed so far if it always had more to send; compare flow.had
 	fresh []*turn     // waiting conns that are fresh, the first one first
-	rest  []*turn     // other waiting conns, likewise
+	rest  []*turn     // other waiting conns, the first one first
 	ahead int         // turns of fresh conns in a row
 	moved bool        // gRPC has written a chunk since stalled last looked
-	timer *time.Timer // calls stalled; nil while nobody waits
+	timer *time.Timer // calls stalled; nil while no conn waits
 }
 
 // turn is one conn's wait for its turn.

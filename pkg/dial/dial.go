@@ -81,7 +81,7 @@ func isPort(s string) bool {
 // String returns the server as the operator wrote it.
 func (s Server) String() string { return s.text }
 
-// Addr returns the host:port of the server. For a WebSocket it is that of the box in between.
+// Addr returns the host:port of the server. For a WebSocket, it is the host:port of the box in between.
 func (s Server) Addr() string { return s.addr }
 
 // IsWebSocket reports whether the cloud is reached inside a WebSocket.

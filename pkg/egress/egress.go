@@ -62,7 +62,7 @@ type Config struct {
 	Strategies  []Strategy       // in order; none: all, in the order of [Strategies]
 	Among       tunnel.Selector  // nodes that Default may choose; empty: any node
 	Counters    *tunnel.Counters // counts panics, limits that are reached, and results of dials; nil: not counted
-	Sink        tunnel.Sink      // is told of each conn
+	Sink        tunnel.Sink      // learns of each conn
 	// KonnectivityMetrics adds metrics under the names of Konnectivity's server.
 	KonnectivityMetrics bool
 
@@ -74,12 +74,12 @@ type Config struct {
 
 	Identifiers Source   // what each node reaches
 	Kubernetes  bool     // Identifiers come from Node objects, not from claims of edges
-	Sessions    Sessions // edges that are told the networks of their pods; nil: none
+	Sessions    Sessions // the sessions whose edges get the networks of their pods; nil: none
 	// Services returns the endpoints of the Service at an address, host:port, in the order in which dials try them. It
 	// returns none if no Service has the address. Its errors are refusals. nil: no dial looks for Services.
 	Services func(addr string) ([]Endpoint, error)
 
-	Sockets *ports.Sockets // opens the listeners; nil: nobody can take them over
+	Sockets *ports.Sockets // opens the listeners; nil: no other process can take them over
 }
 
 // Source knows what nodes reach.
@@ -109,11 +109,11 @@ type FrontDoor struct {
 	listeners []listener
 	chooser   *chooser
 	balancers *balancer.Balancers // in front of tls:// listeners
-	sessions  Sessions            // nil: no edge is told the networks of its pods
+	sessions  Sessions            // Config.Sessions; nil: no edge gets the networks of its pods
 	askers    *askers             // edges that ask for their neighbours
 	metrics   *metrics
 	log       *slog.Logger
-	grace     time.Duration // how long conns may go on after Run's ctx is done
+	grace     time.Duration // how long conns may continue after Run's ctx is done
 
 	mu sync.Mutex // guards the following
 	up bool       // all listeners are open; set by Run

@@ -92,7 +92,7 @@ func (f *FrontDoor) Collector() prometheus.Collector { return f.metrics }
 // opening is one caller's conn, from the dial to the end of the conn. One goroutine at a time owns it.
 type opening struct {
 	door, addr, caller string
-	endpoint           string          // host:port of the endpoint dialled last, if addr is that of a Service
+	endpoint           string          // host:port of the endpoint dialled last, if addr belongs to a Service
 	node               tunnel.NodeName // the node asked last; empty: none
 	visit              tunnel.Visit
 }

@@ -85,9 +85,9 @@ type Sessions interface {
 }
 
 // announceNetworks tells every edge the networks of its pods, now and after each change, until ctx is done.
-// The networks come from Kubernetes, never from claims of edges: otherwise an edge would permit what
-// somebody has written to its identifiers. An edge without networks is told so once, since it remembers
-// the networks of an earlier session.
+// The networks come from Kubernetes, never from the identifiers that edges send: otherwise a change of its
+// identifiers would change what an edge permits. An edge without networks gets an empty list once, since it
+// remembers the networks of an earlier session.
 func (f *FrontDoor) announceNetworks(ctx context.Context) error {
 	announced := make(map[*tunnel.Session][]netip.Prefix)
 	for {
@@ -199,8 +199,8 @@ func routedToContainers(a netip.Addr, routes []route, inside func(link int) bool
 // devices knows the kinds of network devices of this machine.
 type devices struct {
 	sysfs  string                     // the folder with an entry for each device
-	name   func(link int) string      // of the device with that index; "" for an unknown device
-	driver func(device string) string // "" for an unknown device
+	name   func(link int) string      // returns the name of the device with an index; "" for an unknown device
+	driver func(device string) string // returns the driver of a device; "" for an unknown device
 }
 
 func systemDevices() devices {

@@ -47,8 +47,8 @@ func newTable(all map[tunnel.NodeName]konnectivity.Identifiers) *table {
 	return t
 }
 
-// addOwner adds node to the owners of k. All keys of a node are added before those of the next node, so
-// a duplicate can only be the last owner.
+// addOwner adds node to the owners of k. newTable adds all keys of one node before the keys of the next node. So if
+// node is an owner of k already, it is the last owner.
 func addOwner[K comparable](owners map[K][]tunnel.NodeName, k K, node tunnel.NodeName) {
 	if all := owners[k]; len(all) == 0 || all[len(all)-1] != node {
 		owners[k] = append(all, node)

@@ -39,7 +39,7 @@ type Agent struct {
 	cfg         AgentConfig
 	identifiers string // cfg.Identifiers, with the name of the node added
 	log         *slog.Logger
-	grace       time.Duration // how long conns may go on after Run's ctx is done
+	grace       time.Duration // how long conns may continue after Run's ctx is done
 	quiet       time.Duration // quietPeriod; tests shorten it
 
 	mu   sync.Mutex     // guards the following
@@ -189,7 +189,7 @@ func (e *endpoint) run(ctx context.Context) {
 			log.Log(ctx, level, "joining a proxy-server", "err", err, "skipped", skipped)
 		}
 		var wait time.Duration
-		if refused { // the server refuses again until somebody changes a credential
+		if refused { // the server refuses again until an operator changes a credential
 			wait = backoff.NextRefused()
 		} else {
 			wait = backoff.Next(tunnel.BackoffMax)

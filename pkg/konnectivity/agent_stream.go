@@ -29,7 +29,7 @@ type agentStream struct {
 	*mux
 	endpoint *endpoint
 	client   grpc.ClientStream  // the same stream as mux.stream, for CloseSend
-	cc       *grpc.ClientConn   // of this stream alone; closed by serve
+	cc       *grpc.ClientConn   // the connection, which serves this stream alone; closed by serve
 	cancel   context.CancelFunc // ends the stream
 	server   string             // the server's id
 	count    int                // how many servers there are, as this server says

@@ -43,7 +43,7 @@ type AgentsConfig struct {
 
 	Counters *tunnel.Counters // nil: not counted
 	Audit    tunnel.Trail     // gets an event for each join and each end of a session; nil: off
-	Sockets  *ports.Sockets   // opens the listener; nil: nobody can take it over
+	Sockets  *ports.Sockets   // opens the listener; nil: no other process can take it over
 	Log      *slog.Logger
 }
 
@@ -60,7 +60,7 @@ type Agents struct {
 	id        string              // the id of this replica, for serverid
 	dir       *tunnel.Directory   // has the attached stream of each node
 	log       *slog.Logger
-	grace     time.Duration // how long conns may go on after Run's ctx is done
+	grace     time.Duration // how long conns may continue after Run's ctx is done
 
 	refusals tunnel.Limiter // limits log lines about refused agents
 

@@ -50,7 +50,7 @@ type Conn struct {
 	onReset       func()      // see OnReset; nil: not set
 	onStop        func()      // see OnStop; nil: not set
 
-	readBy, writeBy deadline // of Read and of Write
+	readBy, writeBy deadline // the deadlines of Read and of Write
 }
 
 // deadline is when an operation fails. Its fields are guarded by m.mu.

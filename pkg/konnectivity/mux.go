@@ -63,7 +63,7 @@ type mux struct {
 	progress          chan struct{} // signals deliver that a reader has made progress; capacity 1, so that signals merge
 
 	mu      sync.Mutex         // guards the following, and the state of all conns
-	conns   map[int64]*Conn    // by id; see Conn.sendCloseLocked and peerClosed for when an id is free again
+	conns   map[int64]*Conn    // by id; an id is free again when sendCloseLocked or peerClosed has removed the conn
 	readers map[*Conn]struct{} // conns with unread data, also after the peer has closed them
 	unread  int                // bytes in the receive queues, packetCost included
 	out     []outgoing         // send queue, in order

@@ -9,7 +9,7 @@ import (
 type Right struct {
 	Verb, Group, Resource string
 	Subresource           string // "": the resource itself
-	Name                  string // of the object; "": any
+	Name                  string // name of the object; "": any object
 	Namespace             string // "": all namespaces, or the resource has none
 }
 

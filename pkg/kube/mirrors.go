@@ -51,7 +51,7 @@ type Mirrors struct {
 	services mirrorStore[Service]
 	slices   mirrorStore[Slice] // the EndpointSlices with the label
 	replicas mirrorStore[Slice] // the EndpointSlices of the replicas
-	errs     map[string]error   // by API path: why its objects may be out of date; no entry: they are up to date
+	errs     map[string]error   // by API path: why the objects may be out of date; no entry: they are up to date
 	changed  tunnel.Change
 }
 

@@ -129,7 +129,7 @@ type serviceStore struct {
 	// The funcs are called with s.mu held. A key is a result of keyOf.
 	set    func(key string, o any) error
 	remove func(key string)
-	keys   func() []string // of all objects that are known
+	keys   func() []string // returns the keys of all known objects
 }
 
 func (st *serviceStore) Add(o any) error { return st.Update(o) }

@@ -40,7 +40,7 @@ type Signer struct {
 	// Set once.
 	objects  objects
 	name     string        // the signer's name in Kubernetes
-	lifetime time.Duration // that a request asks for
+	lifetime time.Duration // the lifetime that a request asks for
 	log      *slog.Logger
 
 	// slots bounds the requests in flight: Sign sends one element at the start and receives one at

@@ -30,7 +30,7 @@ const (
 
 // held is a session of a node with another replica.
 type held struct {
-	since    time.Time // by this replica's clock
+	since    time.Time // when the session began, by this replica's clock
 	instance string    // instance of the edge; "" for a konnectivity agent, which has none
 	reach    string    // addresses that the edge says it reaches
 	services bool      // the edge serves Services of the cluster

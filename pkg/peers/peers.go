@@ -51,8 +51,8 @@ import (
 const (
 	// lookupInterval is how often the Service's name is resolved.
 	lookupInterval = 5 * time.Second
-	// readyAnyway is how long a starting replica waits until the others have told which nodes
-	// they hold. A replica that hangs must not keep this one from serving.
+	// readyAnyway is how long a starting replica waits until the other replicas have told which
+	// nodes they hold. A replica that hangs must not keep this one from serving.
 	readyAnyway = 15 * time.Second
 	// forgetReplica is how long the nodes of a lost replica are remembered. In that time the
 	// replica may come back, or its nodes may connect to other replicas.

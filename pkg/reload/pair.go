@@ -12,7 +12,7 @@ import (
 // Pair is a certificate and its key, in two files or in one.
 type Pair struct {
 	followed
-	current atomic.Pointer[tls.Certificate] // in use; replaced as a whole
+	current atomic.Pointer[tls.Certificate] // the pair in use; replaced as a whole
 }
 
 // NewPair reads a certificate with its intermediates, and its key, in PEM. One file may hold both.

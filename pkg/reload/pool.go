@@ -13,7 +13,7 @@ import (
 // Pool holds the certificates of authorities (CAs), in one file.
 type Pool struct {
 	followed
-	current atomic.Pointer[x509.CertPool] // in use; replaced as a whole
+	current atomic.Pointer[x509.CertPool] // the pool in use; replaced as a whole
 }
 
 // NewPool reads certificates in PEM. The file is followed only while Run runs.
@@ -40,8 +40,8 @@ func (p *Pool) adoptPool(contents [][]byte) (validity, error) {
 func (p *Pool) Pool() *x509.CertPool { return p.current.Load() }
 
 // parsePool parses a bundle. x509.CertPool.AppendCertsFromPEM skips what it does not understand, so
-// it would accept the first half of a file that is still being written. The validity returned is
-// that of the certificate that expires last: until then the pool is of use.
+// it would accept the first half of a file that is still being written. The validity returned is the
+// validity of the certificate that expires last, because the pool is of use until then.
 func parsePool(content []byte) (*x509.CertPool, validity, error) {
 	pool, v, n := x509.NewCertPool(), validity{}, 0
 	blocks, cut := tunnel.PEMBlocks(content)

@@ -86,7 +86,7 @@ type followed struct {
 	watch watchFunc // Watch; replaced in tests
 
 	// Owned by Run, and by the constructor before Run.
-	digest    [sha256.Size]byte // of the contents in use
+	digest    [sha256.Size]byte // digest of the contents in use
 	lastError string            // error of the last check, if that check could not use the files; "": none
 	warned    state             // the worst state of the certificate in use that has been logged
 
@@ -229,7 +229,7 @@ func (s state) String() string {
 }
 
 // Note says what is wrong with the files or with the state in use; "" if nothing is. It names
-// neither file nor certificate: everybody may read it.
+// neither file nor certificate, because any caller of /readyz may read it.
 func (f *followed) Note() string {
 	f.mu.Lock()
 	defer f.mu.Unlock()

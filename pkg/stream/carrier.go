@@ -364,7 +364,7 @@ func (l nearListener) Accept() (net.Conn, error) {
 		}
 		to := l.far
 		switch j := c.(*joiningConn); { //nolint:forcetypeassert // joinListener makes it
-		case j.Conn.(*carrier).paths: //nolint:forcetypeassert // likewise
+		case j.Conn.(*carrier).paths: //nolint:forcetypeassert // joinListener wraps every connection in a carrier
 			to = l.multipath
 		case !bool(j.far):
 			return c, nil

@@ -38,7 +38,7 @@ type ClientConfig struct {
 	// Token is the source of the node's token. The client asks Token at every join and once a
 	// minute, so that a file may change. nil: the certificate proves the node.
 	Token    oauth2.TokenSource
-	Counters *tunnel.Counters // nil: nobody reads the counters
+	Counters *tunnel.Counters // nil: the client makes counters that nothing shows
 	Log      *slog.Logger
 	Grace    time.Duration // how long conns may continue when the client stops; 0: tunnel.GracePeriod
 	Software string        // name and version of this program, sent to the cloud

@@ -140,7 +140,7 @@ type EnrollConfig struct {
 type Enrolled struct {
 	Chain []byte // PEM, leaf first
 	Node  tunnel.NodeName
-	Time  time.Time // by the cloud's clock
+	Time  time.Time // when the cloud answered, by the cloud's clock
 	Told  auth.TellEdges
 	Cloud []*x509.Certificate // the certificates that the cloud has shown in the TLS handshake
 }

@@ -38,7 +38,7 @@ type edgeSession struct {
 	beats       []time.Time // send times of the heartbeats without an echo, the oldest first
 	opening     int         // number of data connections that are being opened
 	misses      int         // failed attempts in a row to open a data connection
-	noMoreUntil time.Time   // until then the edge opens no data connection
+	noMoreUntil time.Time   // before this time the edge opens no data connection
 	early       [64]string  // ring buffer: topics of the last cancels that found no open
 	nextEarly   int         // index in early of the next topic
 }

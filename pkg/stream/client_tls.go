@@ -55,7 +55,7 @@ func (h *handshake) cause(err error) error {
 // the text of the gRPC error, because that text contains the text of the cause.
 type handshakeError struct {
 	error       // from gRPC
-	cause error // of the TLS handshake
+	cause error // why the TLS handshake failed
 }
 
 // Unwrap returns both errors, for errors.Is and errors.As.

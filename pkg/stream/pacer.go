@@ -30,12 +30,12 @@ type pacer struct {
 	data     map[*carrier]*progress // the data connections
 	ours     progress               // progress of the session's own connection
 	lastLook time.Time              // time of the last look; zero: the next look has nothing to compare with
-	needed   int                    // looks in a row at which the session's own connection had need; see adjust
+	needed   int                    // looks with need while bytes arrived, since the last look without need; see adjust
 	arrival  int64                  // smoothed rate at which the other end gets bytes, in bytes a second; 0: not known
 	ownRate  int64                  // like arrival, for the session's own connection alone
 	before   int64                  // ownRate when the bound began
 	bounded  int                    // looks under the bound at which the session's own connection had need
-	notUntil time.Time              // until then no bound begins, since the last bound did not help
+	notUntil time.Time              // before this time no bound begins, since the last bound did not help
 	capacity int64                  // highest recent value of arrival; decays
 	rate     int64                  // bound of all data connections together, in bytes a second; 0: none
 	quiet    int                    // looks in a row under the bound at which the session's own connection had no need

@@ -18,7 +18,7 @@ type quota struct {
 
 	queue                     tunnel.Queue // limits the opens of the node
 	services                  tunnel.Queue // limits the opens of categoryServices among them
-	messages, streams, frames *bucket      // what the edge sends; see ownMessages
+	messages, streams, frames *bucket      // limit what the edge sends in a second; see ownMessages
 
 	sessions int // live sessions of the node; guarded by quotas.mu
 }

@@ -47,7 +47,7 @@ type ServerConfig struct {
 	// Trusts after it has renewed the node's certificate. It checks only the length of the ids. nil: it drops the ids.
 	Trusts     func(node tunnel.NodeName, cas []string)
 	Issuer     Issuer           // issues certificates to nodes; nil (not a typed nil): the server issues none
-	Counters   *tunnel.Counters // nil: nobody reads the counters
+	Counters   *tunnel.Counters // nil: the server makes counters that nothing shows
 	Log        *slog.Logger
 	Limits     Limits         // zero fields are defaults
 	Grace      time.Duration  // how long conns may continue when the server stops; 0: tunnel.GracePeriod
@@ -56,7 +56,7 @@ type ServerConfig struct {
 	Congestion *Congestion    // congestion control of the connections of edges and replicas; nil: the system's choice
 	Audit      tunnel.Trail   // gets an event for each join, end of a session and certificate of a node; nil: off
 	Tracer     *tunnel.Tracer // makes spans of opens; nil: off
-	// Sockets opens the listeners; nil: nobody can take them over.
+	// Sockets opens the listeners; nil: no other process can take them over.
 	Sockets *listen.Sockets
 	// Reach connects to a target that the edge of a session asks for, or returns a [tunnel.Refusal]. If it returns
 	// another error, the edge does not get its text. The caller owns the conn. ctx bounds the dialling only. nil: every
@@ -95,7 +95,7 @@ type Server struct {
 	// that are a fault of the cloud. The limits of the log are others, and allow far more.
 	auditedJoins, auditedIssues, auditedFaults tunnel.Limiter
 
-	quotas  quotas      // of the nodes
+	quotas  quotas      // the quotas of the nodes
 	tickets dataTickets // the tickets of requested data connections
 
 	addr atomic.Pointer[net.Addr] // set while the server listens

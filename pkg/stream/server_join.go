@@ -24,7 +24,7 @@ import (
 
 // refusedJoin is a refused join, or another refused request that needs a proof.
 type refusedJoin struct {
-	what string // what the log says was refused; "": "join refused"
+	what string // the text of the log line, such as certificateRefused; "": "join refused"
 	node string // the claimed or proven node; "": not known
 	told error  // the error that the edge gets, a gRPC status
 	err  error  // the error for the log; nil: the same as told
@@ -218,8 +218,8 @@ func (s *Server) ownHello(cs *cloudSession) *pb.Hello {
 // control stream, or a call for the first certificate of a node.
 var errOneProof = status.Error(codes.AlreadyExists, "this connection has a session already, or is about to")
 
-// uniform returns the error that a stranger gets. It does not say what was wrong with the proof, so that it helps
-// nobody to guess credentials.
+// uniform returns the error that a stranger gets. It does not say what was wrong with the proof, so that no stranger
+// can learn from it how to guess credentials.
 func uniform() error { return status.Error(codes.Unauthenticated, auth.ErrUnauthenticated.Error()) }
 
 // authenticateNode checks the proof of a joining node: the access token of the call, or else the

@@ -55,7 +55,7 @@ type cloudSession struct {
 	stopping       bool          // the edge has said that it is about to stop
 	requested      int           // unanswered requests for data connections
 	lastRequest    time.Time     // when the cloud last requested a data connection
-	noRequestUntil time.Time     // until then the cloud requests none, since the edge has refused one
+	noRequestUntil time.Time     // before this time the cloud requests no data connection, since the edge has refused one
 	spares         []*dataConn   // idle data connections; the most recently used is last
 	spared         tunnel.Change // a data connection has become idle
 	calls          int           // streams of SessionServices; see addCall
@@ -350,7 +350,7 @@ func (s *cloudSession) cancelConn(m *tunnel.Message) error {
 }
 
 // refused passes the edge's refusal to the dial that waits for it, or notes that the edge opens no data
-// connection. The topic of the message is that of an open, or a ticket.
+// connection. The topic of the message is the topic of an open, or a ticket.
 func (s *cloudSession) refused(m *tunnel.Message) error {
 	refusal, err := refusalOf(m.Data)
 	if err != nil {

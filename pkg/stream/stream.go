@@ -95,14 +95,14 @@ const maxInstance = 36
 // MaxReach is the longest list of identifiers that an edge says it reaches, in bytes.
 const MaxReach = 4 << 10
 
-// maxReplicas is the largest number of replicas that an edge is told of.
+// maxReplicas is the largest number of replicas in the list that an edge gets.
 const maxReplicas = 64
 
 // typeRenew asks an edge to renew its certificate.
 const typeRenew = "renew"
 
-// maxTrusts is how many CAs an edge may name as those by which it verifies the cloud. maxTrust is the longest id of
-// such a CA, in bytes.
+// An edge says by which CAs it verifies the cloud. maxTrusts is how many CAs it may name, and maxTrust is the longest
+// id of a CA, in bytes.
 const maxTrusts, maxTrust = 8, 16
 
 // typeNodes tells another replica which nodes this replica holds.

@@ -9,7 +9,7 @@ package tunnel
 //	mu.Unlock()
 //	<-changed
 type Change struct {
-	next chan struct{} // closed at the next change, never sent to; nil: nobody waits
+	next chan struct{} // closed at the next change, never sent to; nil: no goroutine waits
 }
 
 // Next returns a channel that is closed at the next call of Notify.

@@ -17,7 +17,7 @@ type Directory struct {
 	// Counters counts refusals for nodes that are not connected. Set it before use. nil: they are
 	// not counted.
 	Counters *Counters
-	// Watcher is told of each session that is attached or detached. Set it before use. nil: nobody is told.
+	// Watcher is called for each session that is attached or detached. Set it before use. nil: no calls.
 	Watcher SessionWatcher
 
 	mu       sync.RWMutex          // guards the following
@@ -27,8 +27,8 @@ type Directory struct {
 	late     time.Time             // after late, no node counts as expected
 }
 
-// SessionWatcher is told of the sessions of a Directory, in the order of the changes. The Directory calls it
-// with its lock held: a method must return at once, and must not call the Directory.
+// SessionWatcher learns of each session that a Directory attaches or detaches, in the order of the changes. The
+// Directory calls the methods with its lock held. So a method must return at once, and must not call the Directory.
 type SessionWatcher interface {
 	Attached(s *Session) // a session that s replaces is not reported as detached
 	Detached(s *Session)

@@ -46,7 +46,7 @@ func doorBounds() [numBounds]time.Duration {
 // DoorCounters counts what became of the callers of one front door. The zero value is ready to use. Any
 // goroutine may call any method.
 type DoorCounters struct {
-	served  [numBounds + 1]atomic.Uint64  // by bucket, not cumulative; the last one has no bound
+	served  [numBounds + 1]atomic.Uint64  // served callers by bucket, not cumulative; the last bucket has no bound
 	took    atomic.Int64                  // sum of the durations in nanoseconds
 	results [len(codeNames)]atomic.Uint64 // refused callers, by Code; 0: ResultInvalid
 }

@@ -52,11 +52,11 @@ type Event struct {
 	// Sent went to the target and Received came from it, both in bytes of payload.
 	Sent     int64   `json:"sent_bytes,omitempty"`
 	Received int64   `json:"received_bytes,omitempty"`
-	Seconds  float64 `json:"duration_seconds,omitempty"` // of a conn, or of a session
+	Seconds  float64 `json:"duration_seconds,omitempty"` // how long the conn or the session lasted
 	Session  string  `json:"session,omitempty"`
 	By       string  `json:"by,omitempty"` // the credential of a node, or the user of a command
 	Token    string  `json:"token,omitempty"`
-	Changes  string  `json:"changes,omitempty"` // of a reload, as tunnel reload prints them
+	Changes  string  `json:"changes,omitempty"` // the changes of a reload, as tunnel reload prints them
 	Err      string  `json:"err,omitempty"`
 	// Skipped is how many events of this kind were left out since the last one. Only events that strangers can cause
 	// are limited, and may have Skipped.

@@ -20,7 +20,7 @@ const (
 	LimitConns                            // conns of a node at once
 	LimitOpens                            // opens of a node in a second
 	LimitDials                            // opens of a node that have not been answered
-	LimitStrangers                        // connections at an https port or at tls:// of egress, not yet identified
+	LimitStrangers                        // connections of unidentified callers at an https port or at tls:// of egress
 	LimitStrangersPerAddress              // the connections that LimitStrangers counts, of one source
 	LimitHandshakeTimeout                 // how long a connection may take to identify itself
 	LimitConnsPerAddress                  // connections of one source that are passed through to one node

@@ -46,9 +46,9 @@ type Queue struct {
 	all      unanswered         // the node's unanswered opens, of all targets
 	unproven int                // sum of target.unproven
 	targets  map[string]*target // by address
-	idle     list.List          // of *target: targets without opens and waiters; evicted from the front
+	idle     list.List          // elements *target: targets without opens and waiters; evicted from the front
 	sources  map[origin]*source // sources that have waiters
-	turns    list.List          // of *source; the front source has the next turn
+	turns    list.List          // elements *source; the front source has the next turn
 	waiting  int                // waiters of all sources
 	// minDialsFree is how much of Dials must be free before any waiter that waits for Dials can
 	// get in.
@@ -114,7 +114,7 @@ type target struct {
 	// targets. The next answer clears it.
 	fellSilent bool
 	waiting    int           // its waiters
-	idle       *list.Element // in Queue.idle; nil: the target has opens or waiters
+	idle       *list.Element // element of this target in Queue.idle; nil: the target has opens or waiters
 }
 
 // origin identifies the caller of an open: its address range, or its name if the caller is
@@ -127,15 +127,15 @@ type origin struct {
 // source is an origin that has waiters. Queue.mu guards it.
 type source struct {
 	origin  origin
-	waiters list.List     // of *waiter, in order of arrival
-	turn    *list.Element // in Queue.turns
+	waiters list.List     // elements *waiter, in order of arrival
+	turn    *list.Element // element of this source in Queue.turns
 }
 
 // waiter is a waiting open. Queue.mu guards it.
 type waiter struct {
 	target  *target
 	from    *source
-	place   *list.Element // in from.waiters
+	place   *list.Element // element of this waiter in from.waiters
 	settled bool          // it was let in or refused
 	refusal *Refusal      // nil: it was let in; set before ready is closed
 	ready   chan struct{} // settleLocked closes it; nothing is sent, so it has no buffer

@@ -24,9 +24,9 @@ type Sink struct {
 	Tracer   *Tracer   // makes a span of each conn; nil: off
 }
 
-// Tap is shown conns while somebody watches.
+// Tap shows conns to an operator, while tunnel tap runs.
 type Tap interface {
-	// Watched reports whether anybody watches. It is called for each conn.
+	// Watched reports whether an operator watches. Front doors call it for each conn, so it must be fast.
 	Watched() bool
 	// Show must return at once: front doors call it with locks held.
 	Show(Phase, Event)
@@ -42,7 +42,7 @@ const (
 	PhaseRefused Phase = "refused" // the caller has got no conn
 )
 
-// Watched reports whether somebody watches the tap.
+// Watched reports whether an operator watches the tap.
 func (s *Sink) Watched() bool { return s.Tap != nil && s.Tap.Watched() }
 
 // Shows reports whether Show does anything.
@@ -50,8 +50,8 @@ func (s *Sink) Shows(phase Phase) bool {
 	return s.Watched() || phase == PhaseRefused && s.Refusals != nil
 }
 
-// Show shows an event to the tap, if somebody watches the tap. It also adds a refusal to the last refusals. The audit
-// does not get the event.
+// Show shows an event to the tap, if an operator watches. It also adds a refusal to the last refusals. The audit does
+// not get the event.
 func (s *Sink) Show(phase Phase, e Event) {
 	if !s.Shows(phase) {
 		return

@@ -37,14 +37,14 @@ const (
 
 // Span is one timed part of a conn. One goroutine owns it until End. The methods of a nil Span do nothing.
 type Span struct {
-	TraceContext         // of this span, for its children
+	TraceContext         // the context of this span, for its children
 	Parent       [8]byte // id of the parent; zero: none
 	Name         SpanName
 	Start        time.Time
 
 	// Set by End.
 	Ended time.Time
-	Event Event // what became of it; its times are not set
+	Event Event // describes the span's part of the conn and its result; the event's times are not set
 
 	tracer *Tracer
 }

@@ -305,10 +305,10 @@ type watchdog struct {
 	mu       sync.Mutex  // guards the following and direction.srcLost
 	check    *time.Timer // calls look; nil: there is nothing to look at
 	deadline *time.Timer // calls expire; nil until a connection is lost
-	reads    int64       // of lost sources, when deadline was last set
+	reads    int64       // result of readsLocked when deadline was last set
 	stopped  bool        // Splice is about to return
 
-	moved      int64     // what target.Answered has last returned
+	moved      int64     // the number that target.Answered returned last
 	quietSince time.Time // when look first saw moved; zero: look has not asked yet
 }
 
@@ -482,7 +482,7 @@ func transfer(dst, src net.Conn, reads *atomic.Int64) (n int64, rerr, werr error
 type reader struct {
 	r     io.Reader
 	reads *atomic.Int64 // direction.reads
-	err   error         // of a read; nil: none, or io.EOF
+	err   error         // the error of a read; nil: no error, or io.EOF
 }
 
 func (r *reader) Read(p []byte) (int, error) {

@@ -75,7 +75,7 @@ func isLabel(s string) bool {
 // Message is one message on a control stream. It never carries forwarded bytes.
 type Message struct {
 	Category string // the name of the module that handles it
-	Type     string // what the module shall do; selects the handler
+	Type     string // says what the message asks for; selects the handler in the module
 	Topic    string // a UUID, the same in an open, its answer and its conn
 	Data     []byte // a protobuf message; its schema depends on Type
 	Addr     string // the target of an open, host:port
@@ -110,7 +110,7 @@ type Request struct {
 	NoWait   bool     // refuse instead of waiting for a limit (see Queue): the caller can try another node
 	// Chosen, if not nil, gets the name of the node that was asked last.
 	Chosen *NodeName
-	Trace  *TraceContext // of the span that the dial belongs to; nil: not traced
+	Trace  *TraceContext // context of the span that the dial belongs to; nil: not traced
 }
 
 // Chose stores the node of r in r.Chosen. Sessions call it.

@@ -4,7 +4,7 @@
 //	c, err := wsconn.Accept(w, r, raw)                                                  // in an http.Handler
 //
 // The bytes of a Conn are a stream: the borders of messages mean nothing. The caller speaks TLS over the
-// Conn, so boxes in between see no plain byte, and the package authenticates nobody.
+// Conn. So boxes in between see no plain byte, and this package need not authenticate the other end.
 //
 // Boxes in between close a silent WebSocket, most of them after 60 s. So each end sends an empty message
 // when it has sent nothing for [Idle]. An empty message needs no answer. A ping would: its pong might wait
@@ -45,7 +45,7 @@ type Conn struct {
 
 	// Set once.
 	ws    *websocket.Conn
-	below *gather // of a client; nil: a server's end
+	below *gather // nil at a server's end, which does not gather: only clients mask messages
 	flood *flood  // owned by receive
 	since time.Time
 	idle  time.Duration
@@ -53,7 +53,7 @@ type Conn struct {
 	wrote atomic.Int64 // time of the last Write, in nanoseconds after since
 	timer *time.Timer  // calls keepAlive
 
-	deadline *deadline     // of Read
+	deadline *deadline     // the deadline of Read
 	chunks   chan []byte   // from receive to Read; unbuffered, so that an idle Conn holds no chunk
 	ended    chan struct{} // receive closes it; err is then set
 	err      error         // why receive has ended
@@ -68,7 +68,7 @@ type Conn struct {
 
 // pool holds chunks of all connections.
 //
-//nolint:gochecknoglobals // a pool is no state: it holds buffers that nobody uses
+//nolint:gochecknoglobals // a pool is no state: it holds only unused buffers
 var pool = sync.Pool{New: func() any { return make([]byte, chunkSize) }}
 
 // newConn returns a Conn over an established WebSocket. raw is the connection below, and f counts what comes there.
