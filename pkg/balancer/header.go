@@ -122,8 +122,8 @@ func readRest(r io.Reader, raw []byte) ([]byte, error) {
 	return raw, nil
 }
 
-// incomplete says why a header ended early. net.ErrClosed means a timeout: when HeaderTime is over, the
-// connection is closed.
+// incomplete says why a header ended early. net.ErrClosed means a timeout: the probation of the connection
+// closes it when the time for the header is over.
 func incomplete(err error) error {
 	if errors.Is(err, net.ErrClosed) {
 		return errors.New("no complete PROXY header came in time")

@@ -46,9 +46,9 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// Conn is one end of a forwarded connection: a net.Conn over a way. It behaves like a TCP connection: each
-// direction ends by itself (fin), a side that takes no more bytes says so (stop), and the other side sees
-// an abort as a reset.
+// Conn is one end of a forwarded connection: a net.Conn over a way. It behaves like a TCP connection. Each
+// direction ends by itself (fin). A side that takes no more bytes says so (stop). The other side sees an
+// abort as a reset.
 //
 // A direction has ended when its sender has sent fin or its receiver has sent stop. When both directions
 // have ended, the cloud's handler returns OK, which ends the stream; over a data connection see flagEnd.

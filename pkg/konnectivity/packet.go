@@ -62,8 +62,8 @@ func (p *Packet) Free() {
 // length returns how many bytes of data the packet has.
 func (p *Packet) length() int { return len(p.Data) + p.Slice.Len() }
 
-// payload holds protobuf field numbers of one type of packet: field is the payload's number in Packet, the others
-// are the numbers of the payload's own fields. 0: the payload has no such field.
+// payload holds protobuf field numbers of one type of packet. field is the number of the payload in Packet. The other
+// numbers are those of the payload's own fields; 0: the payload has no such field.
 type payload struct {
 	field                                        protowire.Number
 	protocol, address, random, connID, err, data protowire.Number

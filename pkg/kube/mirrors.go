@@ -365,7 +365,7 @@ func at(o Object) ownedMeta {
 	return ownedMeta{Name: o.Name, Namespace: o.Namespace, ResourceVersion: o.Version}
 }
 
-// ErrTaken is the error for the creation of an object whose name an object without the label has.
+// ErrTaken is the error of a creation if another object has the name, and does not have the label.
 var ErrTaken = errors.New("it exists, and this cloud has not made it")
 
 // CreateService creates a Service without selector, with the label, that belongs to owner.

@@ -36,10 +36,10 @@ type pod struct {
 	} `json:"spec"`
 }
 
-// NodeOf returns the node that a pod is bound to; "" if there is no such pod, or if it is not
-// bound yet. A node cannot claim the pod of another node: spec.nodeName of a pod does not change
-// once it is set, and the API server itself sends an exec to the kubelet that this field names.
-// (A kubelet may create mirror pods, but these are bound to its own node.)
+// NodeOf returns the node that a pod is bound to; "" if there is no such pod, or if the pod is not bound
+// yet. A node cannot claim the pod of another node, because spec.nodeName of a pod does not change once it
+// is set. The API server itself sends an exec to the kubelet that this field names. A kubelet may create
+// mirror pods, but these are bound to its own node.
 func (p *Pods) NodeOf(ctx context.Context, namespace, name string) (tunnel.NodeName, error) {
 	var got pod
 	err := p.client.pods.get(ctx, path.Join("/api/v1/namespaces", namespace, "pods", name), &got)

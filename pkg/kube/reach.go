@@ -38,8 +38,8 @@ type Reaches struct {
 	// none.
 	known    bool
 	services []netip.Prefix // the networks of Services
-	// servicesKnown: services has been read, or never can be: the cluster has no ServiceCIDRs, or the
-	// right to read them is missing.
+	// servicesKnown: services has been read, or there is nothing to wait for: the cluster has no
+	// ServiceCIDRs, or the right to read them is missing.
 	servicesKnown bool
 	claims        *claims       // computed from nodes and services; nil: claimsLocked computes them again
 	changed       tunnel.Change // the claims have changed; notified only when everything is known

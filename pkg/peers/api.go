@@ -10,8 +10,8 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// An open that names this node and this module is for the API of the replica itself. No node may have this
-// name (tunnel.NodeName.MayJoin). A replica older than the API looks for such a node, and refuses the open.
+// An open with the node ownNode and the module categoryAPI is for the API of the replica itself. No node may be
+// named ownNode (tunnel.NodeName.MayJoin). A replica of a release without the API finds no such node, and refuses.
 const (
 	ownNode     tunnel.NodeName = "localhost"
 	categoryAPI string          = "api"

@@ -158,10 +158,10 @@ func (f *followed) load() error {
 	return nil
 }
 
-// check reads the files and puts their contents into use if they are good. It reports whether it
-// must be called again even if no change is noticed: an unreadable file may become readable, and
-// the write that completes a half-written pair may go unnoticed. An error becomes a fault only if
-// the next check finds the same error, because a writer may not have finished.
+// check reads the files and puts their contents into use if they are good. retry says that the
+// caller must call check again even if it notices no change. An unreadable file may become
+// readable, and the write that completes a half-written pair may go unnoticed. An error becomes a
+// fault only if the next check finds the same error, because a writer may not have finished.
 func (f *followed) check() (retry bool) {
 	contents, err := f.read()
 	if err == nil {

@@ -27,9 +27,9 @@ const (
 	maxQuietWait = 250 * time.Millisecond
 )
 
-// Watch calls changed once at the start, since the files may have changed after they were read, and
-// then whenever one of the files has been replaced or modified, until ctx is done. It does so
-// within a second, and after the files have been left alone for a moment. A file may be missing for
+// Watch calls changed once at the start, since the files may have changed after they were read.
+// Until ctx is done, it calls changed again whenever one of the files has been replaced or modified.
+// It does so within a second, once no file has changed for a moment. A file may be missing for
 // a while, or be reached through symbolic links that are swapped. changed returns true when the
 // files cannot be read or used yet. Watch then calls changed again, twice a second, until changed
 // returns false. Watch calls changed in the goroutine that called Watch.

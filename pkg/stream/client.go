@@ -320,8 +320,8 @@ func (c *Client) hurryLocked(why hurry) {
 	c.changed.Notify()
 }
 
-// pause waits for d. It returns early when the last live session is lost (the next session is then
-// urgent), when ctx is done, or when there is a reason to hurry, which it returns.
+// pause waits for d. It returns early when ctx is done, or when the last live session is lost: the next
+// session is then urgent. It also returns early when there is a reason to hurry, and returns this reason.
 func (c *Client) pause(ctx context.Context, d time.Duration) (why hurry) {
 	late := time.After(d)
 	for had := false; ; {

@@ -107,11 +107,11 @@ func (s *cloudSession) requestMore() {
 	s.post(message(typeConnection, ticket, nil))
 }
 
-// maxDataLocked returns how many data connections may carry conns now. The number is half of what
-// the edge opens at most (connections), plus one for each recent short conn, since the end of a conn
-// occupies its data connection for a while. It never exceeds connections. The other half stays free
-// because long conns, such as followed logs, cost fewer bytes where they share packets: on the
-// session's own connection. Over a narrow link the number is zero. The caller holds mu.
+// maxDataLocked returns how many data connections may carry conns now. The number is half of what the
+// edge opens at most (s.connections). It is one more for each recent short conn, because the end of a conn
+// occupies its data connection for a while. It never exceeds s.connections. The other half stays free for
+// short conns: long conns, such as followed logs, cost fewer bytes if they share packets on the session's
+// own connection. Over a narrow link the number is zero. The caller holds mu.
 func (s *cloudSession) maxDataLocked() int {
 	if s.isNarrow() {
 		return 0

@@ -7,9 +7,9 @@ import (
 )
 
 // outbox holds the messages that wait for sendLoop to write them to a control stream. put never
-// blocks, so that receive loops and aborts may call it. The queue is a slice and not a channel:
-// it must have room for the messages of a thousand conns at once, and an idle node must cost almost
-// no memory.
+// blocks, so that receive loops and aborts may call it. The queue is a slice and not a channel. It
+// must have room for the messages of a thousand conns at once, but an idle node must cost almost no
+// memory.
 type outbox struct {
 	wake chan struct{} // tells sendLoop that the queue has messages; capacity 1: one signal is enough
 

@@ -596,7 +596,7 @@ func (s *Server) TunnelStreaming(stream pb.Stream_TunnelStreamingServer) error {
 	return err
 }
 
-// errLost is why a session ended whose control stream was cancelled, for example by a lost connection.
+// errLost is why a session has ended if its control stream was cancelled, for example by a lost connection.
 var errLost = errors.New("connection lost")
 
 // auditedRefusals is how many events a minute the audit gets of each kind: refused joins, refused certificates, and

@@ -33,9 +33,9 @@ type refusedJoin struct {
 	again bool
 }
 
-// refused counts and logs a refused join, credential or certificate. (tooMany does so for connections that
-// the server closes before they send a byte.) Strangers control how many refusals there are, so the log gets
-// only some of them.
+// refused counts and logs a refused join, credential or certificate. Strangers control how many refusals
+// there are, so the log gets only some of them. Connections that the server closes before they send a byte
+// are counted and logged by tooMany.
 func (s *Server) refused(ctx context.Context, t *transport, r *refusedJoin) {
 	what := cmp.Or(r.what, "join refused")
 	if r.again {

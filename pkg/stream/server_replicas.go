@@ -43,8 +43,8 @@ type Replicas interface {
 // NodesMessage makes the message by which a replica tells another one about its nodes.
 func NodesMessage(news *pb.Nodes) *tunnel.Message { return message(typeNodes, "", news) }
 
-// replicaRoutes are the messages that a replica may send after it has joined this one: the messages
-// of an edge except new credentials, and the list of the nodes that it holds.
+// replicaRoutes are the messages that another replica may send after it has joined this replica. They are
+// the messages of an edge except new credentials, and the list of the nodes that the other replica holds.
 type replicaRoutes struct{ server *Server }
 
 // Name implements tunnel.Module.

@@ -30,7 +30,7 @@ const (
 	maxPredecessors = 4
 )
 
-// succeeds reports whether s, whose edge has sent hello, succeeds older.
+// succeeds reports whether s succeeds the session older, instead of ending it. hello is the hello of s's edge.
 func (s *cloudSession) succeeds(older *cloudSession, hello *pb.Hello) bool {
 	return s.pub.Instance != "" && older.pub.Instance == s.pub.Instance &&
 		(hello.GetSucceeds() || older.toldDrain.Load())

@@ -466,7 +466,7 @@ func (s *session) acknowledgesLocked() bool {
 	return false
 }
 
-// errSilent ends a session whose peer has been silent for so long.
+// errSilent returns the error that ends a session because its peer has been silent for d.
 func errSilent(d time.Duration) error { return fmt.Errorf("no byte from the other side for %s", d) }
 
 // drain tells the peer, unless it was told before, that this side is about to stop. drain returns

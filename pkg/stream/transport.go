@@ -36,8 +36,8 @@ func (t *transport) refuse() (first bool) {
 	return true
 }
 
-// serverCreds is TLS whose AuthInfo is a *transport. It attaches a data connection to its session,
-// and gRPC never sees that connection.
+// serverCreds are TLS credentials that return a *transport as AuthInfo. They attach a data connection to
+// its session, so that gRPC never sees this connection.
 type serverCreds struct {
 	credentials.TransportCredentials
 	attach func(*tls.Conn, *joiningConn) error // makes a connection a data connection of its session

@@ -23,8 +23,8 @@ import (
 //
 // Opens of one source wait in order. Sources take turns, so a flood from one source delays each
 // other source by one open. An open is refused only where waiting is pointless: its context has
-// ended, the queue is full, or its target or the node has used up its share of Dials and does
-// not answer.
+// ended, or the queue is full. It is also refused if its target or the node has used up its share
+// of Dials and does not answer.
 //
 // Set the exported fields before the first Enter. Any goroutine may call the methods.
 type Queue struct {

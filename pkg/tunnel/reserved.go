@@ -9,8 +9,8 @@ import (
 
 // MayJoin returns nil if a node may have the name n, else an error with the reason. A request
 // finds its node by the name that the caller uses. So a node must not have a name by which
-// callers reach another machine: an IP address, the API server's names inside a cluster,
-// localhost, or one of others (for example the host of the API server).
+// callers reach another machine. Such names are IP addresses, localhost, the API server's names
+// inside a cluster, and the names in others, for example the host of the API server.
 func (n NodeName) MayJoin(others ...string) error {
 	name := string(n)
 	_, notIP := netip.ParseAddr(name)

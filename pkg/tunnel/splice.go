@@ -208,8 +208,8 @@ func half(dst, src net.Conn, own, back *direction) (n int64, err error) {
 	n, rerr, werr := transfer(dst, src, &own.reads)
 	if own.stopped.Load() && werr == nil && (!isLost(rerr) || back.copiedAll()) {
 		// stop made the read fail or end, so the error says nothing about the source. Even a reset
-		// may be our own: if both directions of a socket were shut down here and the peer continues
-		// to send, our kernel resets the connection (RFC 1122 section 4.2.2.13).
+		// may come from our own kernel: it resets a connection whose peer continues to send after
+		// both directions were shut down here (RFC 1122 section 4.2.2.13).
 		rerr, werr = nil, syscall.EPIPE
 	}
 	if isLost(werr) {
