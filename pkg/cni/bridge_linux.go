@@ -12,10 +12,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// EnsureBridge makes the bridge, its addresses and the settings of the kernel what conf says. It changes nothing
-// that is right, and removes nothing. It refuses a subnet that another link of the node reaches, before it changes
-// anything. Processes may call it at the same time. If only settings of the kernel are wrong, it returns the bridge,
-// too.
+// EnsureBridge makes the bridge, its addresses and the settings of the kernel as conf says. It changes only what is
+// wrong, and removes nothing. If another network interface of the node reaches a subnet of conf, EnsureBridge fails
+// before it changes anything. Several processes may call it at the same time. If it fails only to correct settings of
+// the kernel, it returns both the bridge and an error.
 func EnsureBridge(conf *Conf) (netlink.Link, error) {
 	missing, err := conf.missingGateways()
 	if err != nil {
@@ -25,7 +25,7 @@ func EnsureBridge(conf *Conf) (netlink.Link, error) {
 	if err != nil {
 		return nil, err
 	}
-	var wrong error // settings that cannot be made true
+	var wrong error // why settings of the kernel could not be corrected
 	for _, subnet := range conf.Subnets {
 		if subnet.Addr().Is4() {
 			err = apply(forwardingV4(conf.Bridge)...)
@@ -73,18 +73,19 @@ func findOrAddBridge(conf *Conf) (netlink.Link, error) {
 	return link, nil
 }
 
-// macOf returns the hardware address that goes with an address. The bridge and each pod have one that does not
-// change when they are made again: their neighbours' tables stay right.
+// macOf returns the hardware address for an IP address. So the bridge, and a pod at the same address, have the same
+// hardware address when they are made again. The tables in which other machines keep hardware addresses stay right.
 func macOf(addr netip.Addr) net.HardwareAddr {
 	hash := sha256.Sum256(addr.AsSlice())
-	// 0x0a: locally administered, one receiver (IEEE 802).
+	// 0x0a marks a locally administered address of a single receiver (IEEE 802).
 	return net.HardwareAddr(append([]byte{0x0a}, hash[:5]...))
 }
 
-// defaultMTU is that of Ethernet, for a node without a default route.
+// defaultMTU is the MTU of Ethernet. Pods get it if the node has no default route.
 const defaultMTU = 1500
 
-// mtu returns the MTU of pods: what the configuration says, else the smallest of the links with default routes.
+// mtu returns the MTU of pods: the MTU in the configuration, else the smallest MTU of the interfaces with default
+// routes.
 func (c *Conf) mtu() (int, error) {
 	if c.MTU != 0 {
 		return c.MTU, nil
@@ -113,7 +114,7 @@ func (c *Conf) mtu() (int, error) {
 	return found, nil
 }
 
-// linksOf returns the indexes of the links of a route: several if the route has several next hops.
+// linksOf returns the indexes of a route's network interfaces: several if the route has several next hops.
 func linksOf(route netlink.Route) (indexes []int) {
 	if route.LinkIndex != 0 {
 		indexes = append(indexes, route.LinkIndex)
@@ -132,14 +133,14 @@ func isDefault(route netlink.Route) bool {
 	return ones == 0
 }
 
-// maxDumps is how often a list is asked for that the kernel changes meanwhile. Between two times is a pause, which
-// grows by dumpPause: together some two seconds, since a hundred pods may start at once.
+// The kernel may change a list while a process reads it. Dump then reads the list again, at most maxDumps times. Before
+// each time it waits dumpPause longer: some two seconds in all, since a hundred pods may start at once.
 const (
 	maxDumps  = 60
 	dumpPause = time.Millisecond
 )
 
-// Dump calls list until the kernel has changed nothing meanwhile.
+// Dump calls list until the kernel has not changed the list during the call.
 func Dump[T any](list func() ([]T, error)) (all []T, err error) {
 	for i := range maxDumps {
 		time.Sleep(time.Duration(i) * dumpPause)
@@ -160,5 +161,5 @@ func ipNet(prefix netip.Prefix) *net.IPNet {
 	return &net.IPNet{IP: addr.AsSlice(), Mask: net.CIDRMask(prefix.Bits(), addr.BitLen())}
 }
 
-// only returns the network that holds an address alone: /32 or /128.
+// only returns the network with addr as its only address: /32 or /128.
 func only(addr netip.Addr) *net.IPNet { return ipNet(netip.PrefixFrom(addr, addr.BitLen())) }

@@ -14,12 +14,12 @@ import (
 	"github.com/vishvananda/netlink"
 )
 
-// errChanged is the code of CHECK for something that is no longer as ADD left it. Codes from 100 on are the
-// plugin's own.
+// errChanged is the error code of CHECK if something is no longer as ADD left it. Each plugin may define codes from 100
+// on.
 const errChanged = 100
 
-// check is CHECK: it compares the result of ADD, which the runtime kept, with reservations, links, addresses
-// and routes.
+// check is CHECK. The runtime passes the result of ADD, and check compares it with reservations, network interfaces,
+// addresses and routes.
 func check(args *skel.CmdArgs) error {
 	conf, err := parseConf(args.StdinData)
 	if err != nil {
@@ -65,7 +65,7 @@ func previous(conf *Conf) (*current.Result, error) {
 	return nil, types.NewError(types.ErrDecodingFailure, "reading prevResult", err.Error())
 }
 
-// addressesIn returns the addresses that a result gives to the links in a namespace.
+// addressesIn returns the addresses that a result gives to the network interfaces in the namespace at path.
 func addressesIn(result *current.Result, path string) (addrs []netip.Addr) {
 	for _, ip := range result.IPs {
 		if ip.Interface == nil || *ip.Interface < 0 || *ip.Interface >= len(result.Interfaces) {
@@ -97,7 +97,7 @@ func checkReservations(conf *Conf, a attachment, addrs []netip.Addr) error {
 	return errors.Join(errs...)
 }
 
-// checkNode looks at the node's end of the veth pair.
+// checkNode checks the node's end of the veth pair.
 func checkNode(conf *Conf, a attachment) error {
 	bridge, err := netlink.LinkByName(conf.Bridge)
 	if err != nil {
@@ -132,7 +132,7 @@ func checkHairpin(link netlink.Link) error {
 	return nil
 }
 
-// checkPod looks at the pod's link. It runs in the namespace of the pod.
+// checkPod checks the pod's end of the veth pair. It runs in the namespace of the pod.
 func checkPod(conf *Conf, ifName string, addrs []netip.Addr) error {
 	link, err := netlink.LinkByName(ifName)
 	if err != nil {
@@ -147,7 +147,7 @@ func checkPod(conf *Conf, ifName string, addrs []netip.Addr) error {
 	}
 	for _, addr := range addrs {
 		errs = append(errs, checkAddress(link, addr))
-		// The subnets may have changed since ADD; the pod keeps its gateway.
+		// If the subnets have changed since ADD, the pod keeps its old gateway, so check no route.
 		if subnet, ok := conf.subnetOf(addr); ok {
 			errs = append(errs, checkRoutes(link, gatewayOf(subnet)))
 		}

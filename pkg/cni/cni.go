@@ -1,5 +1,6 @@
-// Package cni gives the pods of a node their addresses and links. It is the code of the CNI plugin
-// tunnel-cni, which a container runtime executes once per verb:
+// Package cni gives the pods of a node their addresses and network interfaces. It is the code of the CNI plugin
+// tunnel-cni, which a container runtime executes once per verb. In this package and in package podnet, a link is a
+// network interface, as in the program ip.
 //
 //	skel.PluginMainFuncs(cni.Funcs(), cni.Versions(), "CNI plugin tunnel-cni "+version)
 //
@@ -7,8 +8,8 @@
 // route by the gateway, which is the first address of the subnet and belongs to the bridge.
 //
 // Addresses are sticky: after its release, an address stays remembered for the namespace and name of its
-// pod, and the pod gets the address again. A node that reboots without its cloud therefore gives its pods the
-// addresses that the Endpoints of the cluster still name.
+// pod, and the pod gets the address again. So if a node reboots without its cloud, its pods get the addresses that
+// the Endpoints of the cluster still name.
 //
 // Who owns what:
 //   - The folder of reservations (Conf.DataDir) holds one file per address. Every reader and writer locks
@@ -17,8 +18,8 @@
 //   - A host link belongs to one attachment (container and interface). Its name is a hash of both, so DEL
 //     finds the link when the network namespace of the pod is gone. A reservation lives longer than its link.
 //
-// The package makes no firewall rules and asks no API server: a pod gets its address while the node is offline.
-// Ports of the host and rates are for the plugins portmap and bandwidth, chained behind this plugin.
+// The package makes no firewall rules and asks no API server: a pod gets its address even while the node is offline.
+// The stock plugins portmap and bandwidth, chained behind this plugin, handle ports of the host and limits of rates.
 package cni
 
 import "github.com/containernetworking/cni/pkg/version"

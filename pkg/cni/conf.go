@@ -15,11 +15,11 @@ import (
 type Conf struct {
 	types.PluginConf
 	Bridge  string         `json:"bridge"`  // name of the bridge; default DefaultBridge
-	MTU     int            `json:"mtu"`     // bytes; 0: that of the link with the default route
+	MTU     int            `json:"mtu"`     // bytes; 0: the MTU of the link with the default route
 	Subnets []netip.Prefix `json:"subnets"` // of the node's pods: at most one per address family
 	DataDir string         `json:"datadir"` // folder of the reservations; default DefaultDataDir
 
-	// Attachments is ValidAttachments of PluginConf under the name that the specification gave it at first.
+	// Attachments is ValidAttachments of PluginConf under an earlier name of the specification.
 	Attachments []types.GCAttachment `json:"cni.dev/attachments"`
 }
 
@@ -30,8 +30,8 @@ const (
 	maxMTU   = 65535
 )
 
-// parseConf reads a network configuration and fills in the defaults. It refuses what is malformed; whether
-// there are subnets, only ADD and STATUS ask.
+// parseConf reads a network configuration and fills in the defaults. It refuses malformed values. It accepts a
+// configuration without subnets, since only ADD and STATUS need them.
 func parseConf(data []byte) (*Conf, error) {
 	conf := &Conf{}
 	if err := json.Unmarshal(data, conf); err != nil {

@@ -19,7 +19,7 @@ const Program = "tunnel-cni"
 const ListFile = "10-tunnel.conflist"
 
 // Rival returns the name of a network configuration in a folder that sorts before ListFile; "" if there is none. It
-// looks at the files that runtimes look at (libcni.ConfFiles): also those whose names begin with a dot, but no folders.
+// looks at the same files as runtimes (libcni.ConfFiles): at names that begin with a dot, too, but at no folders.
 func Rival(confDir string) (string, error) {
 	entries, err := os.ReadDir(confDir) // sorted by name
 	if err != nil {
@@ -73,7 +73,7 @@ const (
 	Bandwidth = "bandwidth" // limits of a pod's bandwidth
 )
 
-// stock returns them in the order of the chain, with the capability of each.
+// stock returns the stock plugins in the order of the chain, each with its capability.
 func stock() []plugin {
 	return []plugin{
 		{Type: Portmap, Capabilities: map[string]bool{"portMappings": true}},
@@ -81,10 +81,11 @@ func stock() []plugin {
 	}
 }
 
-// List is what an edge chooses in the network configuration that it writes.
+// List is what differs between the network configurations that edges write.
 type List struct {
 	Subnets []netip.Prefix
-	// Chained has the stock plugins of the chain by name, and the versions of the specification that each speaks.
+	// Chained has the names of the stock plugins in the chain. The values are the versions of the CNI specification that
+	// each plugin speaks.
 	Chained map[string][]string
 }
 
@@ -99,8 +100,8 @@ func (l List) With(program string, versions []string) List {
 	return List{l.Subnets, chained}
 }
 
-// Marshal returns the network configuration. It announces versions that all its plugins speak: a runtime takes the
-// highest version of the list for the whole chain.
+// Marshal returns the network configuration. It names only versions that all plugins of the chain speak, since a runtime
+// uses the highest version of the file for the whole chain.
 func (l List) Marshal() ([]byte, error) {
 	if _, err := NewConf(l.Subnets); err != nil {
 		return nil, err
@@ -125,8 +126,8 @@ func (l List) Marshal() ([]byte, error) {
 	return append(data, '\n'), err
 }
 
-// announced returns the versions to announce of those that all plugins speak. Versions before 1.0.0 are only announced
-// without a later one, and then the highest of them.
+// announced returns the versions for the file. common are the versions that all plugins speak. If common has a version
+// from 1.0.0 on, announced leaves out the earlier versions; otherwise it returns only the highest.
 func announced(common []string) []string {
 	early := func(version string) bool { return strings.HasPrefix(version, "0.") }
 	if i := slices.IndexFunc(common, func(v string) bool { return !early(v) }); i >= 0 {
@@ -135,8 +136,8 @@ func announced(common []string) []string {
 	return common[max(0, len(common)-1):]
 }
 
-// UnmarshalList reads a network configuration that an edge has written. Each chained plugin has the versions that the
-// file announces.
+// UnmarshalList reads a network configuration that an edge has written. In the result, each chained plugin speaks the
+// versions that the file names.
 func UnmarshalList(data []byte) (l List, err error) {
 	var in list
 	if err := json.Unmarshal(data, &in); err != nil {
@@ -175,8 +176,8 @@ func ConfIn(data []byte) (*Conf, error) {
 	return nil, fmt.Errorf("no plugin %s", Program)
 }
 
-// Foreign returns what in a network configuration no edge writes, such as a key or a plugin, so that a person has
-// written it; "" if nothing. A damaged file holds nothing.
+// Foreign looks for something in a network configuration that no edge writes, such as a key or a plugin, and returns
+// it. Then a person has written the file. It returns "" if there is nothing, also for a damaged file.
 func Foreign(data []byte) string {
 	if !json.Valid(data) {
 		return ""

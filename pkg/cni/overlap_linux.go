@@ -8,9 +8,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// missingGateways returns the subnets whose gateway is not an address of the bridge yet. It returns an error if
-// another link reaches a part of such a subnet: with the gateway's address, the node would lose its own network or
-// take the pods of another plugin. A subnet whose gateway is there is not looked at again.
+// missingGateways returns the subnets whose gateway is not an address of the bridge yet. It returns an error if another
+// link reaches a part of such a subnet. With the gateway's address on the bridge, the node would then lose its own
+// network, or receive the packets for pods of another plugin. It does not check a subnet whose gateway is on the bridge.
 func (c *Conf) missingGateways() (missing []netip.Prefix, err error) {
 	seen := make(map[int]reached) // by address family
 	for _, subnet := range c.Subnets {
@@ -22,7 +22,7 @@ func (c *Conf) missingGateways() (missing []netip.Prefix, err error) {
 			return nil, err
 		}
 	}
-	// The bridge is looked up last: another ADD may have just made it, with the addresses that were seen.
+	// Look up the bridge last: another ADD may just have made it, and its addresses may be among those listed above.
 	bridge := 0 // no link has the index 0
 	link, err := netlink.LinkByName(c.Bridge)
 	if err == nil {

@@ -13,7 +13,7 @@ import (
 	"github.com/vishvananda/netlink"
 )
 
-// Funcs are the verbs of the plugin. VERSION is skel's.
+// Funcs returns the functions for the verbs of the plugin. Package skel itself answers VERSION.
 func Funcs() skel.CNIFuncs {
 	return skel.CNIFuncs{Add: printAdd, Del: del, Check: check, GC: collect, Status: status}
 }
@@ -26,8 +26,8 @@ func printAdd(args *skel.CmdArgs) error {
 	return types.PrintResult(result, version)
 }
 
-// add is ADD. When it fails, it leaves neither links nor addresses that were not there before. It returns the
-// version of the specification in which the runtime wants the result.
+// add is ADD. If it fails, it removes all links and addresses that it has added. version is the version of the
+// specification in which the runtime wants the result.
 func add(args *skel.CmdArgs) (_ *current.Result, version string, err error) {
 	conf, err := parseConf(args.StdinData)
 	if err != nil {
@@ -84,7 +84,7 @@ func undo(conf *Conf, a attachment, fresh []netip.Addr) error {
 	defer s.close()
 	var errs []error
 	for _, addr := range fresh {
-		// Meanwhile DEL may have freed the address, and another ADD may have taken it.
+		// Since reserve, DEL may have freed the address, and another ADD may have reserved it.
 		if r := s.known[addr]; r != nil && r.belongsTo(a) {
 			errs = append(errs, s.release(addr, time.Now().UTC()))
 		}
@@ -128,8 +128,8 @@ func (c *Conf) result(a attachment, bridge netlink.Link, pod *sandbox, mtu int, 
 	return result
 }
 
-// reserve reserves one address of each subnet. It returns all addresses of the attachment, and fresh: those
-// that it has reserved now. An ADD that was killed may have left others.
+// reserve reserves one address of each subnet. addrs are all addresses of the attachment. fresh are those of addrs
+// that this call has reserved; an earlier ADD that was killed may have reserved the others.
 func reserve(conf *Conf, want Reservation) (addrs, fresh []netip.Addr, err error) {
 	s, err := openStore(conf.DataDir)
 	if err != nil {
@@ -151,7 +151,7 @@ func reserve(conf *Conf, want Reservation) (addrs, fresh []netip.Addr, err error
 			}
 			fresh = append(fresh, addr)
 		}
-		// An address that is held already gets this ADD's namespace.
+		// If an earlier ADD has reserved the address, the reservation gets the namespace of this ADD.
 		want.Address = addr
 		if err = s.put(want); err != nil {
 			err = ioFailure(err)
@@ -184,7 +184,7 @@ func first(addrs []netip.Addr, subnet netip.Prefix) (netip.Addr, bool) {
 
 func (s *store) isBlocked(addr netip.Addr) bool { return s.unread[addr] }
 
-// full says why a subnet has no address.
+// full returns the error for a subnet without a free address.
 func (s *store) full(subnet netip.Prefix, healed error) error {
 	details := fmt.Sprintf("%d addresses are in use; %s holds a file for each", s.inUse(subnet), s.dir)
 	if len(s.unread) > 0 {
@@ -196,14 +196,14 @@ func (s *store) full(subnet netip.Prefix, healed error) error {
 	return types.NewError(types.ErrTryAgainLater, fmt.Sprintf("subnet %s has no free address", subnet), details)
 }
 
-// repair brings the reservations in line with the links and namespaces of the node. It lists the links while it has
-// the lock: DEL removes a link first, then the reservation, so a link without one means a lost file.
+// repair makes the reservations agree with the links and namespaces of the node. It lists the links while it holds the
+// lock. DEL removes a link first, and then the reservation. So a link without a reservation means that a file was lost.
 func (s *store) repair(boot string, now time.Time) error {
 	links, err := linked()
 	return s.repairBy(links, err, boot, now)
 }
 
-// repairBy is repair for a list of links, or for the error in its place.
+// repairBy is repair for links, the result of linked. err is the error of linked.
 func (s *store) repairBy(links map[attachment][]netip.Addr, err error, boot string, now time.Time) error {
 	if err == nil {
 		err = s.adopt(proven(links, boot, s.after(now)))
@@ -212,10 +212,10 @@ func (s *store) repairBy(links map[attachment][]netip.Addr, err error, boot stri
 	return errors.Join(err, s.heal(goneAt(boot), now))
 }
 
-// ReleaseOtherBoots releases the addresses in a folder that were reserved in another boot of this machine, and whose
-// pods are gone: after a reboot, nobody calls DEL. An ADD of this boot may have a reservation and no link yet, so those
-// are left to the plugin. No folder is no error. It does not wait for the lock: a plugin may be stuck with it, and the
-// edge has more to do.
+// ReleaseOtherBoots releases the addresses in a folder that were reserved in an earlier boot of this machine, and whose
+// pods are gone: after a reboot, nobody calls DEL for them. It leaves reservations of this boot to the plugin, since an
+// ADD may have made a reservation and no link yet. A missing folder is no error. ReleaseOtherBoots fails if another
+// process has the lock: a plugin may hang with the lock, and the edge must not wait for it.
 func ReleaseOtherBoots(dir string) error {
 	s, err := tryExisting(dir)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -234,7 +234,7 @@ func ReleaseOtherBoots(dir string) error {
 	return errors.Join(err, s.flush())
 }
 
-// checkSure returns an error if an address without a reservation may belong to a running pod.
+// checkSure returns an error if repair could not compare links: then a pod may have an address without a reservation.
 func (s *store) checkSure() error {
 	if s.unsure == nil {
 		return nil
@@ -243,7 +243,8 @@ func (s *store) checkSure() error {
 		s.unsure.Error())
 }
 
-// proven returns the reservations that links prove.
+// proven returns a reservation for each address in the aliases of links. An alias proves which attachment has the
+// address.
 func proven(links map[attachment][]netip.Addr, boot string, now time.Time) (all []Reservation) {
 	for a, addrs := range links {
 		for _, addr := range addrs {
@@ -254,7 +255,7 @@ func proven(links map[attachment][]netip.Addr, boot string, now time.Time) (all 
 	return all
 }
 
-// del is DEL. Whatever is gone already, such as links, files or the namespace, is no error.
+// del is DEL. It is no error if links, files or the namespace are gone already.
 func del(args *skel.CmdArgs) error {
 	conf, err := parseConf(args.StdinData)
 	if err != nil {
@@ -263,8 +264,8 @@ func del(args *skel.CmdArgs) error {
 	return free(conf, attachment{conf.Name, args.ContainerID, args.IfName})
 }
 
-// free removes the links of an attachment, then releases its addresses: an address is free only when no link
-// has it.
+// free first removes the links of an attachment, and then releases its addresses. So an address becomes free only
+// after no link has it.
 func free(conf *Conf, a attachment) error {
 	if err := disconnect(a); err != nil {
 		return err
@@ -287,8 +288,8 @@ func free(conf *Conf, a attachment) error {
 	return nil
 }
 
-// collect is GC: it frees every attachment of this network that the runtime does not name. If the runtime
-// names no list at all, an empty one is not assumed: GC then frees only what is gone.
+// collect is GC. It frees every attachment of this network that is not in the runtime's list. If the runtime passes no
+// list, GC frees only attachments whose pods are gone. A missing list is not an empty list.
 func collect(args *skel.CmdArgs) error {
 	conf, err := parseConf(args.StdinData)
 	if err != nil {
@@ -339,8 +340,8 @@ func attachments(conf *Conf) (map[attachment]bool, error) {
 	return known, err
 }
 
-// status is STATUS: whether the next ADD can succeed. It makes the bridge if it is missing, since after a
-// reboot a runtime asks for the status before it adds the first pod.
+// status is STATUS: it returns an error if the next ADD could not succeed. It makes the bridge if the bridge is missing,
+// since after a reboot a runtime asks for the status before it adds the first pod.
 func status(args *skel.CmdArgs) error {
 	conf, err := parseConf(args.StdinData)
 	if err != nil {

@@ -7,7 +7,8 @@ import (
 // gatewayOf returns the address of the bridge in a subnet.
 func gatewayOf(subnet netip.Prefix) netip.Addr { return subnet.Addr().Next() }
 
-// lastOf returns the last address of a subnet that a pod may have. IPv4 broadcasts to the one behind it.
+// lastOf returns the last address of a subnet that a pod may have. In IPv4, the address behind it is the broadcast
+// address.
 func lastOf(subnet netip.Prefix) netip.Addr {
 	bytes := subnet.Addr().AsSlice()
 	for bit := subnet.Bits(); bit < subnet.Addr().BitLen(); bit++ {
@@ -25,8 +26,8 @@ func lastOf(subnet netip.Prefix) netip.Addr {
 //  2. the lowest address that is remembered for no pod;
 //  3. the remembered address that was released first.
 //
-// known holds every reservation by address. Addresses for which blocked returns true are left out. It
-// reports false if every address is in use.
+// known holds every reservation by address. choose leaves out addresses for which blocked returns true. It returns
+// false if there is no address to choose.
 func choose(
 	subnet netip.Prefix, pod Pod, known map[netip.Addr]*Reservation, blocked func(netip.Addr) bool,
 ) (netip.Addr, bool) {
@@ -61,8 +62,8 @@ func usable(subnet netip.Prefix, addr netip.Addr) bool {
 	return subnet.Contains(addr) && gatewayOf(subnet).Less(addr) && addr.Compare(lastOf(subnet)) <= 0
 }
 
-// releasedBefore orders remembered addresses. No two times of one folder are equal (store.after), unless someone
-// has copied files; then the address decides.
+// releasedBefore reports whether r was released before other. Two times in one folder are never equal (store.after),
+// unless somebody has copied files; then the lower address comes first.
 func (r *Reservation) releasedBefore(other *Reservation) bool {
 	if r.Released.Equal(other.Released) {
 		return r.Address.Less(other.Address)

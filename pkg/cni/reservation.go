@@ -11,13 +11,13 @@ import (
 // Reservation says which attachment has an address, or had it last. Its JSON form is the content of a file.
 type Reservation struct {
 	Address     netip.Addr `json:"address"`
-	Network     string     `json:"network"` // name in the network configuration
+	Network     string     `json:"network"` // name of the network in the network configuration
 	ContainerID string     `json:"containerID"`
 	IfName      string     `json:"ifname"`
 	Pod         Pod        `json:"pod,omitzero"` // zero if the runtime names no pod
 	NetNS       string     `json:"netns"`        // path of the network namespace
 	NetNSInode  uint64     `json:"netnsInode"`   // the kernel reuses a path, but no inode of a live namespace
-	BootID      string     `json:"bootID"`       // of the boot in which the address was reserved
+	BootID      string     `json:"bootID"`       // names the boot of the machine in which the address was reserved
 	Reserved    time.Time  `json:"reserved"`
 	Released    time.Time  `json:"released,omitzero"` // zero while the address is in use
 }
@@ -46,8 +46,8 @@ type attachment struct {
 	network, containerID, ifName string
 }
 
-// same reports whether both are the same pod for sticky addresses. A pod that is made again under its name
-// has another UID. Containers without a pod are never the same.
+// same reports whether other may get the address of p again. Only namespace and name count, since a pod that is made
+// again has another UID. Containers without a pod are never the same.
 func (p Pod) same(other Pod) bool {
 	return p.Name != "" && p.Namespace == other.Namespace && p.Name == other.Name
 }

@@ -20,8 +20,8 @@ type sandbox struct {
 	ns    netns.NsHandle
 }
 
-// openSandbox opens the namespace at a path. The plugin's own namespace is refused: the pod would share the
-// links of the node.
+// openSandbox opens the namespace at a path. It refuses the plugin's own namespace, since the pod would share the links
+// of the node.
 func openSandbox(path string) (*sandbox, error) {
 	inode, err := namespaceAt(path)
 	if err != nil {
@@ -43,7 +43,7 @@ func openSandbox(path string) (*sandbox, error) {
 
 func (s *sandbox) close() { _ = s.ns.Close() }
 
-// do runs f in the namespace. Functions of netlink, and writes to /proc/sys/net, then act on the pod.
+// do runs f in the namespace: calls of netlink, and writes to /proc/sys/net, change the pod and not the node.
 func (s *sandbox) do(f func() error) error {
 	return onThread(func() error {
 		if err := netns.Set(s.ns); err != nil {
@@ -53,8 +53,8 @@ func (s *sandbox) do(f func() error) error {
 	})
 }
 
-// onThread runs f on a thread that ends after it, so that f may change the namespace of the thread. The main
-// thread never ends, so f does not run on it.
+// onThread runs f on a thread that ends after f, so that f may change the namespace of the thread. f never runs on the
+// main thread, which does not end.
 func onThread(f func() error) error {
 	done := make(chan error, 1) // capacity 1: the goroutine ends even if nobody receives
 	go func() {
@@ -63,13 +63,13 @@ func onThread(f func() error) error {
 			done <- f()
 			return
 		}
-		done <- onThread(f) // while this goroutine keeps the main thread
+		done <- onThread(f) // this goroutine keeps the main thread, so f gets another one
 		runtime.UnlockOSThread()
 	}()
 	return <-done
 }
 
-// errNoNamespace: a path leads to no namespace. The namespace has ended.
+// errNoNamespace says that a path leads to no namespace, since the namespace has ended.
 var errNoNamespace = errors.New("no network namespace is there")
 
 // namespaceAt returns the inode of the namespace at a path, or an error that is errNoNamespace.
@@ -78,7 +78,7 @@ func namespaceAt(path string) (uint64, error) {
 	if err := retryEINTR(func() error { return unix.Statfs(path, &fsys) }); err != nil {
 		return 0, noNamespace(path, err)
 	}
-	// A runtime binds namespaces to files (nsfs). Such a file stays, empty, when its namespace has ended.
+	// A runtime binds namespaces to files (nsfs). When a namespace has ended, its file stays as an empty file.
 	if magic := int64(fsys.Type); magic != unix.NSFS_MAGIC && magic != unix.PROC_SUPER_MAGIC {
 		return 0, fmt.Errorf("%s: %w", path, errNoNamespace)
 	}
@@ -100,13 +100,13 @@ func noNamespace(path string, err error) error {
 func bootID() string {
 	id, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
 	if err != nil {
-		return "" // as if the machine had always been up; the namespaces still tell
+		return "" // boots then look alike, and only the namespaces show which pods are gone
 	}
 	return strings.TrimSpace(string(id))
 }
 
-// goneAt returns a function that reports whether the pod of a reservation is gone: its link has ended, and
-// its namespace too. The API server is not asked: what it says of a node may be old, or about another node.
+// goneAt returns a function that reports whether the pod of a reservation is gone: both its link and its namespace have
+// ended. It does not ask the API server, whose state may be old, or about another node of the same name.
 func goneAt(boot string) func(*Reservation) bool {
 	return func(r *Reservation) bool {
 		return !namespaceLives(r, boot) && !hostLinkLives(r.attachment())
@@ -115,11 +115,11 @@ func goneAt(boot string) func(*Reservation) bool {
 
 func namespaceLives(r *Reservation, boot string) bool {
 	if r.NetNS == "" {
-		return false // adopted: the link is the proof
+		return false // adopt has made the reservation from a link: only the link shows whether the pod lives
 	}
 	inode, err := namespaceAt(r.NetNS)
 	if err != nil {
-		return !errors.Is(err, errNoNamespace) // unknown is not gone
+		return !errors.Is(err, errNoNamespace) // with any other error, the pod may still be there
 	}
 	// After a reboot, another process may have the same id and the same inode.
 	if r.BootID != boot && strings.HasPrefix(r.NetNS, "/proc/") {

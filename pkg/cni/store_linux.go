@@ -21,26 +21,26 @@ import (
 // kubelet runs 110 pods by default; a /24 has 253 addresses for pods.
 const maxRemembered = 256
 
-// aside is the file that is written before its rename. There is one, since writers hold the lock. A process
-// that was killed leaves it behind; the next writer overwrites it.
+// aside is the name of the file that put writes and then renames. One name is enough, since writers hold the lock. If a
+// process is killed, the file stays, and the next writer overwrites it.
 const aside = ".new"
 
-// store is the folder of reservations, locked. Each file is named like its address. Its owner is the process
-// that opened it, until close; no two goroutines share it.
+// store is the locked folder of reservations. The name of each file is its address. A process has the lock from
+// opening the store until close. Only one goroutine uses a store.
 type store struct {
 	dir    string
 	folder *os.File // holds the lock
 
 	known   map[netip.Addr]*Reservation
-	damaged map[netip.Addr]bool // the file holds no reservation: the address is free
-	unread  map[netip.Addr]bool // the file cannot be read: the address may be in use
+	damaged map[netip.Addr]bool // addresses whose file holds no reservation: they are free
+	unread  map[netip.Addr]bool // addresses whose file cannot be read: they may be in use
 	newest  time.Time           // no time in known is later
 	dirty   bool                // a name in the folder has changed since flush
-	unsure  error               // why links were not compared; no address is given away then. Set by repair
+	unsure  error               // why repair could not compare links; then no pod gets an address. nil: it could
 }
 
-// openStore locks the folder, makes it if missing, and reads all reservations. It waits while another process
-// has the lock, which is milliseconds: nobody keeps the lock while it changes links.
+// openStore makes the folder if it is missing, locks it, and reads all reservations. If another process has the lock,
+// openStore waits for some milliseconds: no process keeps the lock while it changes links.
 func openStore(dir string) (*store, error) {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return nil, fmt.Errorf("making the folder of reservations: %w", err)
@@ -48,10 +48,10 @@ func openStore(dir string) (*store, error) {
 	return openExisting(dir)
 }
 
-// openExisting is openStore for a folder that must be there.
+// openExisting is openStore, but fails if the folder is missing.
 func openExisting(dir string) (*store, error) { return openLocked(dir, unix.LOCK_EX) }
 
-// tryExisting is openExisting that fails while another process has the lock.
+// tryExisting is openExisting, but fails if another process has the lock.
 func tryExisting(dir string) (*store, error) { return openLocked(dir, unix.LOCK_EX|unix.LOCK_NB) }
 
 func openLocked(dir string, lock int) (*store, error) {
@@ -72,8 +72,8 @@ func openLocked(dir string, lock int) (*store, error) {
 	return s, nil
 }
 
-// close drops the lock. What is not flushed yet is not lost by a process that dies, but by a loss of power. A caller
-// to which that matters calls flush first: the next repair releases again what is gone.
+// close flushes the changes and releases the lock. It ignores errors of the flush: changes that are not on the disk
+// survive the end of the process, but not a power loss. A caller that needs them on the disk calls flush first.
 func (s *store) close() {
 	_ = s.flush()
 	s.folder.Close()
@@ -101,7 +101,7 @@ func (s *store) read() error {
 	for _, entry := range entries {
 		addr, err := netip.ParseAddr(entry.Name())
 		if err != nil || addr.Zone() != "" || addr.String() != entry.Name() {
-			continue // not ours
+			continue // not a file of this plugin
 		}
 		data, err := os.ReadFile(s.path(addr))
 		if err != nil {
@@ -138,8 +138,8 @@ func (s *store) after(now time.Time) time.Time {
 
 func (s *store) path(addr netip.Addr) string { return filepath.Join(s.dir, addr.String()) }
 
-// put writes a reservation. A process that is killed on the way, or a loss of power, leaves the old file or the new
-// file, whole. After flush, it is the new file.
+// put writes a reservation. If the process is killed meanwhile, or power is lost, the folder has either the whole old
+// file or the whole new file. After flush, it has the new file.
 func (s *store) put(r Reservation) error {
 	data, err := json.Marshal(r)
 	if err != nil {
@@ -151,7 +151,7 @@ func (s *store) put(r Reservation) error {
 		err = os.Rename(file, s.path(r.Address))
 	}
 	if err != nil {
-		_ = os.Remove(file) // gives back the space; a file that stays is overwritten
+		_ = os.Remove(file) // frees the space; if the file stays, the next put overwrites it
 		return fmt.Errorf("recording address %s: %w", r.Address, err)
 	}
 	s.known[r.Address] = &r
@@ -161,7 +161,7 @@ func (s *store) put(r Reservation) error {
 	return nil
 }
 
-// WriteDurably writes a file, and waits until its content is on the disk. The name in the folder may not be there yet.
+// WriteDurably writes a file, and waits until its content is on the disk. It does not wait for the name of the file.
 func WriteDurably(file string, data []byte) error {
 	f, err := os.OpenFile(file, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o644)
 	if err != nil {
@@ -174,9 +174,8 @@ func WriteDurably(file string, data []byte) error {
 	return errors.Join(err, f.Close())
 }
 
-// release frees the address and remembers it for its pod. On a full disk it forgets the pod and frees the
-// address nevertheless, since removing a file needs no space. It is for DEL, after which nothing else says that the
-// address is free.
+// release frees an address and remembers it for its pod. If the disk is full, release removes the file, which needs no
+// space: the address is free, but not remembered. DEL must use release: after DEL, nothing else frees the address.
 func (s *store) release(addr netip.Addr, now time.Time) error {
 	if s.put(s.released(addr, now)) == nil {
 		return nil
@@ -190,8 +189,8 @@ func (s *store) released(addr netip.Addr, now time.Time) Reservation {
 	return r
 }
 
-// releaseGone releases the addresses in use for which gone returns true. On a full disk the addresses are free and
-// remembered for this process alone: their files stay, since the next process sees again that they are gone.
+// releaseGone releases the addresses in use for which gone returns true. If the disk is full, it releases them only in
+// memory and leaves their files: the next process finds out again that these pods are gone.
 func (s *store) releaseGone(gone func(*Reservation) bool, now time.Time) (err error) {
 	for _, r := range s.byAge() {
 		if r.remembered() || !gone(r) {
@@ -218,7 +217,7 @@ func (s *store) forget(addr netip.Addr) error {
 	return nil
 }
 
-// held returns the addresses in use by an attachment, in order.
+// held returns the addresses that an attachment uses, in order.
 func (s *store) held(by attachment) (addrs []netip.Addr) {
 	for _, addr := range s.sorted() {
 		if s.known[addr].belongsTo(by) {
@@ -228,8 +227,8 @@ func (s *store) held(by attachment) (addrs []netip.Addr) {
 	return addrs
 }
 
-// adopt records reservations that links prove and whose files are lost, so that nobody else gets the address. What
-// cannot be written is in use for this process nevertheless.
+// adopt writes reservations that links prove and whose files are lost, so that no other pod gets their addresses. If it
+// cannot write a file, this process still treats the address as used.
 func (s *store) adopt(proven []Reservation) error {
 	var errs []error
 	for _, r := range proven {
@@ -238,7 +237,7 @@ func (s *store) adopt(proven []Reservation) error {
 			continue
 		}
 		if old != nil && old.attachment() == r.attachment() {
-			r = *old // also names the pod
+			r = *old // old also names the pod, which the link does not
 			r.Released = time.Time{}
 		}
 		errs = append(errs, s.put(r))
@@ -247,9 +246,9 @@ func (s *store) adopt(proven []Reservation) error {
 	return errors.Join(errs...)
 }
 
-// heal releases each address in use for which gone returns true, and removes files of free addresses that hold no
-// reservation, unless a link may have the address. It forgets the oldest remembered addresses beyond maxRemembered.
-// It does what it can, and returns what failed.
+// heal releases each used address for which gone returns true. It removes files without a reservation, unless a link
+// may have the address. It forgets the oldest remembered addresses beyond maxRemembered. If a part fails, heal does the
+// other parts, and returns all errors.
 func (s *store) heal(gone func(*Reservation) bool, now time.Time) error {
 	errs := []error{s.releaseGone(gone, now)}
 	if s.unsure == nil {
@@ -260,7 +259,7 @@ func (s *store) heal(gone func(*Reservation) bool, now time.Time) error {
 	return errors.Join(append(errs, s.evict())...)
 }
 
-// evict keeps the memory bounded, least recently released first.
+// evict forgets remembered addresses beyond maxRemembered: those that were released first.
 func (s *store) evict() error {
 	type kind struct {
 		network string
@@ -309,7 +308,7 @@ func (s *store) inUse(subnet netip.Prefix) (n int) {
 	return n
 }
 
-// RemoveReservations removes all reservations, and their folder unless it holds other files.
+// RemoveReservations removes all reservations. It also removes their folder, unless the folder holds other files.
 func RemoveReservations(dir string) error {
 	s, err := openExisting(dir)
 	if errors.Is(err, fs.ErrNotExist) {

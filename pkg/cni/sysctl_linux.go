@@ -14,11 +14,11 @@ import (
 // sysctls holds the kernel's settings of the caller's network namespace.
 const sysctls = "/proc/sys/net"
 
-// setting is one of them: a path below sysctls, and its value.
+// setting is one setting of the kernel: its path below sysctls, and the value that it must have.
 type setting struct{ name, value string }
 
-// apply makes settings true. It writes only where the value differs, so /proc/sys may be read-only once all
-// values are right.
+// apply gives the settings their values. It writes only values that differ, so /proc/sys may be read-only if all values
+// are right.
 func apply(settings ...setting) error {
 	for _, s := range settings {
 		file := filepath.Join(sysctls, s.name)
@@ -36,9 +36,9 @@ func apply(settings ...setting) error {
 	return nil
 }
 
-// forwardingV4 has the node forward packets of pods. Redirects (RFC 792) would have pods of one node send to
-// each other past the node, and so past the address translation of Services. The kernel sends redirects if
-// either of both settings says so.
+// forwardingV4 returns the settings by which the node forwards packets of pods, and sends no redirects (RFC 792). With
+// redirects, pods would send to each other directly, past the node's address translation for Services. The kernel sends
+// redirects if one of its two settings is on.
 func forwardingV4(bridge string) []setting {
 	return []setting{
 		{"ipv4/ip_forward", "1"},
@@ -47,13 +47,13 @@ func forwardingV4(bridge string) []setting {
 	}
 }
 
-// newLinksAcceptRA is accept_ra of links that appear later, such as a modem on USB. The value 2 also says that
-// forwardV6 has switched forwarding on, or that the owner of the node wants advertisements nevertheless.
+// newLinksAcceptRA is accept_ra for links that appear later, such as a USB modem. Its value 2 also tells later runs that
+// forwardV6 has switched forwarding on, or that the owner of the node wants router advertisements in any case.
 const newLinksAcceptRA = "ipv6/conf/default/accept_ra"
 
-// forwardV6 is forwardingV4 for IPv6, applied. A link that forwards ignores router advertisements unless accept_ra
-// is 2 (Linux, ip-sysctl). So links that use advertisements now keep using them, links that appear later use them,
-// and the node keeps its default route.
+// forwardV6 switches on forwarding for IPv6. A link that forwards ignores router advertisements unless its accept_ra is
+// 2 (Linux, ip-sysctl). So forwardV6 sets accept_ra to 2 for links that use advertisements now, and for links that
+// appear later. Otherwise the node would lose its default route.
 func forwardV6(bridge string) error {
 	const forwarding = "ipv6/conf/all/forwarding"
 	settings := []setting{
@@ -61,10 +61,10 @@ func forwardV6(bridge string) error {
 		{"ipv6/conf/" + bridge + "/accept_ra", "0"},
 		{"ipv6/conf/" + bridge + "/accept_dad", "0"},
 	}
-	if valueOf(forwarding) == "1" { // whoever switched forwarding on has decided about advertisements
+	if valueOf(forwarding) == "1" { // forwarding is on already: leave accept_ra as its owner has set it
 		return apply(settings...)
 	}
-	if valueOf(newLinksAcceptRA) == "1" { // before the links are listed: no link comes in between
+	if valueOf(newLinksAcceptRA) == "1" { // set it before listing the links, so that no link is missed in between
 		settings = append(settings, setting{newLinksAcceptRA, "2"})
 	}
 	if err := apply(settings...); err != nil {
@@ -76,9 +76,9 @@ func forwardV6(bridge string) error {
 	return apply(setting{forwarding, "1"})
 }
 
-// KeepAdvertisements has links that accept router advertisements keep accepting them, if forwardV6 has switched
-// forwarding on: the tools of a distribution write accept_ra 1 when they start a link. It leaves the bridge alone,
-// and virtual Ethernet pairs, which may be links of pods.
+// KeepAdvertisements sets accept_ra to 2 again on links where it is 1, if forwardV6 has switched forwarding on. The
+// tools of a distribution write 1 when they start a link. It leaves out the bridge, and veth pairs, which may be links
+// of pods.
 func KeepAdvertisements(bridge string) error {
 	if valueOf(newLinksAcceptRA) != "2" {
 		return nil
@@ -99,14 +99,15 @@ func raiseAcceptRA(match func(netlink.Link) bool) error {
 		if link.Attrs().Name == "lo" || !match(link) || valueOf(acceptRA) != "1" {
 			continue
 		}
-		if err := apply(setting{acceptRA, "2"}); err != nil && !errors.Is(err, fs.ErrNotExist) { // the link has gone
+		if err := apply(setting{acceptRA, "2"}); err != nil && !errors.Is(err, fs.ErrNotExist) { // else the link has gone
 			return err
 		}
 	}
 	return nil
 }
 
-// valueOf returns the value of a setting; "" if it cannot be read, as when its link has gone meanwhile.
+// valueOf returns the value of a setting. It returns "" if it cannot read the setting, for instance because the link
+// has gone.
 func valueOf(name string) string {
 	value, err := os.ReadFile(filepath.Join(sysctls, name))
 	if err != nil {

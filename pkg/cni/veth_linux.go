@@ -14,18 +14,18 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// hostLink returns the name of the node's end of an attachment's veth pair. 11 hexadecimal digits are what the
-// 15 characters of a name leave; two of 250 attachments share them once in 5 * 10^8 nodes.
+// hostLink returns the name of the node's end of an attachment's veth pair: 11 hexadecimal digits of a hash, since a
+// name has at most 15 characters. On a node with 250 attachments, two names are equal once in 5 * 10^8 nodes.
 func (a attachment) hostLink() string {
 	hash := sha256.Sum256([]byte(a.network + "\x00" + a.containerID + "\x00" + a.ifName))
 	return "veth" + hex.EncodeToString(hash[:])[:11]
 }
 
-// hostLinkLives reports whether the node's end is there. The kernel removes it together with the namespace of
-// the other end.
+// hostLinkLives reports whether the node's end of an attachment's veth pair exists. The kernel removes it when the
+// namespace of the other end ends.
 func hostLinkLives(a attachment) bool {
 	_, err := netlink.LinkByName(a.hostLink())
-	return !isNotFound(err) // unknown is not gone
+	return !isNotFound(err) // with any other error, the link may exist
 }
 
 // connect makes the veth pair of an attachment: one end on the bridge, and one in the pod, with the addresses
@@ -40,7 +40,7 @@ func connect(a attachment, bridge netlink.Link, pod *sandbox, mtu int, addrs, ga
 	veth.PeerHardwareAddr = macOf(addrs[0])
 	err := netlink.LinkAdd(veth)
 	if errors.Is(err, unix.EEXIST) {
-		// An ADD of this attachment was killed. Its other end is not in this namespace, which ADD has checked.
+		// An earlier ADD of this attachment was killed. Its pair ends in another namespace: ADD has checked this one.
 		if err = disconnect(a); err == nil {
 			err = netlink.LinkAdd(veth)
 		}
@@ -48,13 +48,13 @@ func connect(a attachment, bridge netlink.Link, pod *sandbox, mtu int, addrs, ga
 	if err != nil {
 		return fmt.Errorf("making the links of the pod: %w", err)
 	}
-	// A pod that dials its own Service or port of the host comes back by the link that it came from. With
-	// br_netfilter the bridge translates the address and forwards the packet itself, and drops it without hairpin.
+	// If a pod dials its own Service, or its own port of the host, packets return by the link on which they came. With
+	// br_netfilter, the bridge itself translates the address and forwards the packet; without hairpin it would drop it.
 	if err := netlink.LinkSetHairpin(veth, true); err != nil {
 		return fmt.Errorf("setting hairpin mode of %s: %w", attrs.Name, err)
 	}
 	for _, addr := range addrs {
-		// The node may remember another pod's hardware address for it. An entry that is not there is no error.
+		// The node may remember the hardware address of an earlier pod for addr. It is no error if there is no entry.
 		_ = netlink.NeighDel(&netlink.Neigh{LinkIndex: bridge.Attrs().Index, IP: addr.AsSlice()})
 	}
 	if alias := aliasOf(a, addrs); len(alias) <= maxAlias {
@@ -80,7 +80,7 @@ func configure(ifName string, addrs, gateways []netip.Addr) error {
 	for i, addr := range addrs {
 		address := &netlink.Addr{IPNet: only(addr)}
 		if addr.Is6() {
-			address.Flags = unix.IFA_F_NODAD // the address serves at once
+			address.Flags = unix.IFA_F_NODAD // the pod can use the address at once
 		}
 		if err := netlink.AddrAdd(link, address); err != nil {
 			return fmt.Errorf("giving %s the address %s: %w", ifName, addr, err)
@@ -94,7 +94,7 @@ func configure(ifName string, addrs, gateways []netip.Addr) error {
 	return nil
 }
 
-// settingsInPod are the kernel settings of the pod's link. Redirects would lead past the node; see forwardingV4.
+// settingsInPod returns the kernel settings of the pod's link: it ignores redirects, see forwardingV4.
 func settingsInPod(ifName string, addrs []netip.Addr) (settings []setting) {
 	for _, addr := range addrs {
 		if addr.Is4() {
@@ -109,7 +109,8 @@ func settingsInPod(ifName string, addrs []netip.Addr) (settings []setting) {
 	return settings
 }
 
-// routesOf leads everything to the gateway, which the pod's own network (/32 or /128) does not hold.
+// routesOf returns the routes of a pod: all packets go to the gateway. One route leads to the gateway itself, since the
+// pod's own network (/32 or /128) does not contain it.
 func routesOf(index int, gateway netip.Addr) []netlink.Route {
 	everything := netip.PrefixFrom(gateway, 0).Masked()
 	return []netlink.Route{
@@ -118,7 +119,7 @@ func routesOf(index int, gateway netip.Addr) []netlink.Route {
 	}
 }
 
-// disconnect removes the links of an attachment, in node and pod. No link is no error.
+// disconnect removes the links of an attachment, in node and pod. It is no error if there is no link.
 func disconnect(a attachment) error {
 	link, err := netlink.LinkByName(a.hostLink())
 	if err == nil {
@@ -130,7 +131,7 @@ func disconnect(a attachment) error {
 	return nil
 }
 
-// missingIn returns an error if the pod has a link of this name: the specification has ADD refuse it.
+// missingIn returns an error if the pod has a link of this name already: the specification says that ADD must fail then.
 func missingIn(pod *sandbox, ifName string) error {
 	return pod.do(func() error {
 		_, err := netlink.LinkByName(ifName)
@@ -145,11 +146,11 @@ func missingIn(pod *sandbox, ifName string) error {
 	})
 }
 
-// The node's end carries an alias, "tunnel-cni NETWORK CONTAINER IFNAME ADDRESS,ADDRESS". It proves whose the
-// addresses are when files are lost, and shows a reader of `ip link` which pod a link leads to.
+// The node's end has an alias, "tunnel-cni NETWORK CONTAINER IFNAME ADDRESS,ADDRESS". When files are lost, the alias
+// proves which attachment has the addresses. In the output of `ip link`, it shows to which pod a link leads.
 const (
 	aliasMark = "tunnel-cni"
-	maxAlias  = 255 // bytes: IFALIASZ of Linux, less its zero byte
+	maxAlias  = 255 // bytes: IFALIASZ of Linux without the zero byte
 )
 
 func aliasOf(a attachment, addrs []netip.Addr) string {
@@ -185,9 +186,9 @@ func Attached() (int, error) {
 // maxLists is how many lists of links linked joins.
 const maxLists = 10
 
-// linked returns the attachments that the links of this node prove, with their addresses. A list that the kernel
-// changed meanwhile may lack a link, so linked joins such lists until one is whole, or until maxLists lists. A link
-// that is there all the time is in one of them.
+// linked returns the attachments in the aliases of this node's links, with their addresses. If the kernel changes its
+// list of links while linked reads it, links may be missing. So linked joins further lists until the kernel did not
+// change one, or until it has maxLists lists. A link that exists all the time is in one of them.
 func linked() (map[attachment][]netip.Addr, error) {
 	found := make(map[attachment][]netip.Addr)
 	for range maxLists {
