@@ -19,8 +19,8 @@ import (
 	"tunnel.example/tunnel/pkg/cni"
 )
 
-// Install copies the plugin into a folder of CNI plugins. A runtime that executes the plugin meanwhile gets the
-// old one or the new one: there is no moment without. It reports whether it has replaced anything.
+// Install copies the plugin into a folder of CNI plugins. A runtime that executes the plugin meanwhile gets either the
+// old program or the new one. changed reports whether Install has replaced the program.
 func Install(ctx context.Context, from, binDir string) (changed bool, err error) {
 	program, err := os.ReadFile(from)
 	if err != nil {
@@ -46,7 +46,7 @@ func Install(ctx context.Context, from, binDir string) (changed bool, err error)
 		err = os.Rename(aside, to)
 	}
 	if err != nil {
-		_ = os.Remove(aside) // what stays is overwritten by the next attempt
+		_ = os.Remove(aside) // if the file stays, the next attempt overwrites it
 		return false, fmt.Errorf("installing %s: %w", to, err)
 	}
 	return true, syncFolder(binDir)
@@ -55,7 +55,7 @@ func Install(ctx context.Context, from, binDir string) (changed bool, err error)
 // versionTimeout is how long a plugin may take to say its version.
 const versionTimeout = 10 * time.Second
 
-// isPlugin returns an error if a program is not a CNI plugin that runs here, such as one for another processor.
+// isPlugin returns an error if a program is not a CNI plugin that runs here. It may be for another processor.
 func isPlugin(ctx context.Context, program string) error {
 	if _, err := versionsOf(ctx, program); err != nil {
 		return fmt.Errorf("this is no CNI plugin for this machine: %w", err)
@@ -82,15 +82,15 @@ func versionsOf(ctx context.Context, program string) ([]string, error) {
 	return answer.Supported, nil
 }
 
-// Uninstall removes everything that the plugin and the edge have made on this node. The network configuration says
-// which bridge and which folder of reservations they are; dataDir is the folder if the configuration names none. It
-// refuses while pods have links.
+// Uninstall removes everything that the plugin and the edge have made on this node. The network configuration names the
+// bridge and the folder of reservations; dataDir is the folder if the configuration names none. Uninstall fails while
+// pods have links.
 func Uninstall(confDir, binDir, dataDir string) error {
 	conf := used(filepath.Join(confDir, cni.ListFile), dataDir)
 	if err := checkNoPods(conf.Bridge); err != nil {
 		return err
 	}
-	// Without the network configuration, the runtime adds no pod. One may have come before.
+	// Without the network configuration, the runtime adds no pod. It may have added a pod just before, so check again.
 	for _, file := range []string{cni.ListFile, asideOf(cni.ListFile), neighboursFile, asideOf(neighboursFile)} {
 		if err := remove(filepath.Join(confDir, file)); err != nil {
 			return err
@@ -109,7 +109,7 @@ func Uninstall(confDir, binDir, dataDir string) error {
 	)
 }
 
-// used returns the configuration in a file, or the defaults if the file says nothing.
+// used returns the configuration in a file. For what the file does not say, it returns the defaults.
 func used(file, dataDir string) *cni.Conf {
 	conf := &cni.Conf{Bridge: cni.DefaultBridge, DataDir: dataDir}
 	data, err := os.ReadFile(file)
@@ -120,14 +120,14 @@ func used(file, dataDir string) *cni.Conf {
 	if err != nil {
 		return conf
 	}
-	if written.DataDir == cni.DefaultDataDir { // the same as if the file did not say it
+	if written.DataDir == cni.DefaultDataDir { // the file has no folder, or names the default
 		written.DataDir = dataDir
 	}
 	return written
 }
 
-// checkNoPods returns an error if a pod has a link: one with the alias of an attachment, whatever bridge it is on, or
-// a pair on the bridge, since an alias may be too long for the kernel.
+// checkNoPods returns an error if a pod has a link: a link with the alias of an attachment, on any bridge, or a veth
+// pair on this bridge. A pair may lack its alias, since an alias may be too long for the kernel.
 func checkNoPods(bridge string) error {
 	attached, err := cni.Attached()
 	if err != nil {
@@ -166,8 +166,8 @@ func ports(bridge string) (pairs, others int, err error) {
 	return pairs, others, nil
 }
 
-// removeBridge removes a bridge, unless it is no bridge of pods alone: a network configuration may name one that
-// also holds the uplink.
+// removeBridge removes a bridge, unless the bridge has links other than pods': a network configuration may name a bridge
+// that also holds the uplink.
 func removeBridge(name string) error {
 	_, others, err := ports(name)
 	if err != nil || others > 0 {
@@ -186,7 +186,7 @@ func removeBridge(name string) error {
 	return netlink.LinkDel(bridge)
 }
 
-// asideOf returns the name of the file that is written before its rename to file.
+// asideOf returns the name of a file that is first written, and then renamed to file.
 func asideOf(file string) string { return "." + file + ".new" }
 
 func remove(file string) error {

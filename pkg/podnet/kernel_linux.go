@@ -18,9 +18,9 @@ import (
 // linux is the kernel of this machine.
 type linux struct{}
 
-// bridge makes the bridge, its addresses and the settings of the kernel what conf says. In a container, and with
-// systemd's ProtectKernelTunables, /proc/sys is read-only. Then the plugin writes the settings when the runtime
-// executes it for the first pod. With pods, wrong settings are an error of type readOnlyError.
+// bridge makes the bridge, its addresses and the settings of the kernel as conf says. In a container, and with systemd's
+// ProtectKernelTunables, /proc/sys is read-only. Then the plugin writes the settings when the runtime executes it for
+// the first pod. If there are pods already and settings are wrong, bridge returns a readOnlyError.
 func (linux) bridge(conf *cni.Conf) error {
 	bridge, err := cni.EnsureBridge(conf)
 	if err == nil && slices.ContainsFunc(conf.Subnets, func(s netip.Prefix) bool { return s.Addr().Is6() }) {
@@ -43,8 +43,8 @@ func (linux) attached() (int, error) { return cni.Attached() }
 
 func (linux) release() error { return cni.ReleaseOtherBoots(cni.DefaultDataDir) }
 
-// readOnlyError says that settings of the kernel are wrong, and that the edge cannot write them. Everything else is
-// right.
+// readOnlyError says that settings of the kernel are wrong, and that the edge cannot write them. The bridge and its
+// addresses are right.
 type readOnlyError struct{ error }
 
 func (e readOnlyError) Unwrap() error { return e.error }
@@ -53,7 +53,7 @@ func (e readOnlyError) Error() string {
 	return e.error.Error() + ": set it on the node; the next ADD of the plugin sets it, too"
 }
 
-// withRights says what to do about missing rights.
+// withRights adds advice to err if the edge lacks a right.
 func withRights(err error) error {
 	if errors.Is(err, unix.EPERM) || errors.Is(err, unix.EACCES) {
 		return fmt.Errorf("%w: [mode.edge.cni] needs the node's network and the capability CAP_NET_ADMIN", err)
@@ -67,9 +67,9 @@ const (
 	chainName = "postrouting"
 )
 
-// masquerade has the node send packets of pods to the outside under its own address. Pods of the node, and those in the
-// networks of direct, see each other's addresses. Pods of networks that the node had before keep their addresses, so
-// the rules hold for them too. The kernel does all changes or none, so that no packet meets half of the rules.
+// masquerade writes the rules by which packets of pods leave the node with the node's address. Packets between pods of
+// the node, and to the networks of direct, keep the pod's address. The rules also cover networks that the node had
+// before, since running pods keep their addresses. The kernel makes all changes at once, so no packet meets half of them.
 func (linux) masquerade(bridge string, subnets, direct []netip.Prefix) error {
 	had, err := gatewaysOn(bridge)
 	if err != nil {
@@ -116,7 +116,8 @@ func (linux) masquerade(bridge string, subnets, direct []netip.Prefix) error {
 	return nil
 }
 
-// gatewaysOn returns the networks whose first address the bridge has, in order: all that this node has had.
+// gatewaysOn returns, in order, the networks whose gateway is an address of the bridge: all networks that pods of this
+// node have had.
 func gatewaysOn(bridge string) (subnets []netip.Prefix, err error) {
 	link, err := netlink.LinkByName(bridge)
 	if _, missing := errors.AsType[netlink.LinkNotFoundError](err); missing {
@@ -139,7 +140,8 @@ func gatewaysOn(bridge string) (subnets []netip.Prefix, err error) {
 	return subnets, nil
 }
 
-// same reports whether the rules are in the kernel. Their user data says what they are for.
+// same reports whether the kernel has exactly the rules want. It compares the user data of the rules, which describe
+// them.
 func same(c *nftables.Conn, table *nftables.Table, chain *nftables.Chain, want []*nftables.Rule) bool {
 	has, err := c.GetRules(table, chain)
 	if err != nil || len(has) != len(want) {

@@ -19,19 +19,19 @@ import (
 	"tunnel.example/tunnel/pkg/cni"
 )
 
-// interval is how often a Node looks whether something has changed what it keeps, such as a person who flushes
-// all nftables.
+// interval is how often a Node checks the bridge, the rules and the files. Somebody may have changed them, for instance
+// by flushing all nftables.
 const interval = 10 * time.Second
 
 // Config says where a Node keeps things.
 type Config struct {
 	ConfDir string         // folder of network configurations
 	BinDir  string         // folder of CNI plugins
-	Subnets []netip.Prefix // networks of the node's pods; nil: SetSubnets tells them
-	Routes  bool           // keep routes to the pods of neighbours; SetNeighbours tells them
-	// Routed is told to which networks there are routes, after each attempt to make them; nil: nobody is.
+	Subnets []netip.Prefix // networks of the node's pods; nil: SetSubnets sets them
+	Routes  bool           // keep routes to the pods of neighbours; SetNeighbours sets the neighbours
+	// The Node calls Routed after each attempt to make routes, with the networks to which there are routes. May be nil.
 	Routed func([]netip.Prefix)
-	// Bandwidth says to chain the stock plugin bandwidth, which limits pods as their annotations say.
+	// Bandwidth is true if the stock plugin bandwidth is in the chain. It limits pods as their annotations say.
 	Bandwidth bool
 	Log       *slog.Logger
 }
@@ -42,18 +42,18 @@ type Node struct {
 	cfg    Config
 	kernel kernel
 	log    *slog.Logger
-	wake   chan struct{} // SetSubnets sends, Run receives; capacity 1: one wake-up stands for all before it
+	wake   chan struct{} // wakeUp sends, Run receives; capacity 1: one wake-up makes Run look at everything
 
-	asked map[string]answer // by stock plugin; owned by Run
+	asked map[string]answer // what stock plugins have answered, by name; owned by Run
 
 	mu      sync.Mutex // guards the following
 	subnets []netip.Prefix
-	// neighbours are those that the cloud told last; before it has told any, those in the file.
+	// neighbours are the neighbours that the cloud told last. Before it has told any, they are those in the file.
 	neighbours []Neighbour
-	told       bool  // the cloud has told neighbours, or that there are none
-	routed     int   // to how many networks there are routes, after the last attempt
-	limits     bool  // bandwidth stays in the network configuration for pods that have limits
-	problem    error // of the last attempt; nil: everything is as it should be
+	told       bool  // the cloud has told the neighbours, perhaps none
+	routed     int   // how many networks have routes after the last attempt
+	limits     bool  // bandwidth stays in the network configuration for running pods with limits
+	problem    error // the error of the last attempt; nil: it has succeeded
 }
 
 // kernel is what a Node changes in the kernel. Tests replace it.
@@ -87,8 +87,8 @@ const name = "cni"
 // Name implements tunnel.Module.
 func (n *Node) Name() string { return name }
 
-// SetSubnets tells the networks that the cluster has assigned to the node's pods. Networks in the configuration
-// have precedence. No networks change nothing: the cloud does not know them yet.
+// SetSubnets sets the networks that the cluster has assigned to the node's pods. Networks in the configuration have
+// precedence. An empty list changes nothing: the cloud does not know the networks yet.
 func (n *Node) SetSubnets(subnets []netip.Prefix) {
 	if n.cfg.Subnets != nil || len(subnets) == 0 {
 		return
@@ -108,7 +108,7 @@ func (n *Node) SetSubnets(subnets []netip.Prefix) {
 	n.wakeUp()
 }
 
-// wakeUp has Run make everything as it should be.
+// wakeUp makes Run call apply soon.
 func (n *Node) wakeUp() {
 	select {
 	case n.wake <- struct{}{}:
@@ -116,7 +116,7 @@ func (n *Node) wakeUp() {
 	}
 }
 
-// Run implements tunnel.Module. What cannot be done now is tried again; Note says what it is.
+// Run implements tunnel.Module. It calls apply again and again, until ctx is done. Note says why the last call failed.
 func (n *Node) Run(ctx context.Context) error {
 	if err := n.kernel.release(); err != nil {
 		n.log.Warn("addresses of an earlier boot are in use until the plugin adds a pod", "err", err)
@@ -159,7 +159,8 @@ func (n *Node) remember() {
 
 func (n *Node) file() string { return filepath.Join(n.cfg.ConfDir, cni.ListFile) }
 
-// apply makes everything as it should be, and returns what it cannot.
+// apply makes the bridge, the rules, the routes and the files as the configuration says. It returns an error for the
+// parts that it could not make.
 func (n *Node) apply(ctx context.Context) error {
 	n.mu.Lock()
 	subnets := n.subnets
@@ -175,12 +176,12 @@ func (n *Node) apply(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	// While another plugin's file comes first and ours is not there, no pod uses this network: the node stays as it is.
+	// If another plugin's file comes first and there is no file of ours, no pod uses this network: change nothing.
 	others := n.checkFirst()
 	if others != nil && old == nil {
 		return others
 	}
-	// The file is last: the runtime calls the plugin as soon as the file is there.
+	// Write the file last: the runtime calls the plugin as soon as the file exists.
 	settings := n.kernel.bridge(conf)
 	if _, ok := errors.AsType[readOnlyError](settings); settings != nil && !ok {
 		return settings
@@ -196,7 +197,7 @@ func (n *Node) apply(ctx context.Context) error {
 	failed := n.kernel.routes(routes)
 	wrong = cmp.Or(wrong, failed, n.keepNeighbours())
 	if failed != nil {
-		direct = nil // it is not known which of them are there
+		direct = nil // nobody knows which of the routes exist
 	}
 	if n.cfg.Routed != nil {
 		n.cfg.Routed(direct)
@@ -226,20 +227,20 @@ func (n *Node) has(program string) bool {
 
 // answer is what Run knows about a stock plugin.
 type answer struct {
-	modified time.Time // of the file, when it was asked
+	modified time.Time // the modification time of the program's file when Run asked the plugin
 	size     int64
 	versions []string
 }
 
-// withStock adds stock plugins to a list: portmap if it is installed, and bandwidth if the configuration asks for it,
-// or did so when pods started that are still there.
-// The error says what does not work. A runtime takes one version of the specification for all plugins of a list, and
-// fails every pod if one of them does not speak it.
+// withStock adds stock plugins to a list: portmap if it is installed, and bandwidth if the configuration asks for it.
+// bandwidth also stays if it is in the old file and pods still run. The error says what does not work. A runtime uses
+// one version of the specification for all plugins of a list. If one plugin does not speak it, every pod fails.
 func (n *Node) withStock(ctx context.Context, list cni.List, old []byte) (cni.List, error) {
 	before, _ := cni.UnmarshalList(old) // a damaged file has no stock plugin
 	has := func(program string) bool { return n.has(program) || before.Chained[program] != nil }
 	var ports, limits error
-	// A runtime removes a pod by the plugins that the file names then. Without bandwidth, the pod's link ifb would stay.
+	// A runtime removes a pod with the plugins that the file names at that time. Without bandwidth, its ifb link would
+	// stay.
 	stays := !n.cfg.Bandwidth && before.Chained[cni.Bandwidth] != nil && n.hasPods()
 	n.mu.Lock()
 	n.limits = stays
@@ -258,14 +259,14 @@ func (n *Node) withStock(ctx context.Context, list cni.List, old []byte) (cni.Li
 	return list, cmp.Or(ports, limits)
 }
 
-// hasPods reports whether pods have links of the plugin; true if that is not known.
+// hasPods reports whether pods have links of the plugin. If it cannot find out, it returns true.
 func (n *Node) hasPods() bool {
 	pods, err := n.kernel.attached()
 	return err != nil || pods > 0
 }
 
-// with adds a stock plugin that is installed, or in the old file: the program may be missing for a moment, while it is
-// upgraded, and pods that start then would never get what it is for.
+// with adds a stock plugin that is installed or in the old file. The program may be missing for a moment during an
+// upgrade; pods that start without the plugin would never get its purpose.
 func (n *Node) with(ctx context.Context, list, before cni.List, program, purpose string) (cni.List, error) {
 	kept := list
 	if versions := before.Chained[program]; versions != nil {
@@ -308,8 +309,8 @@ func (n *Node) ask(ctx context.Context, program string) ([]string, error) {
 	return last.versions, nil
 }
 
-// linkedElsewhere returns the versions of a stock plugin whose libraries are not here: it runs on the node, but not in
-// the container of the edge, which has none. Each stock plugin since 2021 (plugins v1.0.0) speaks these versions.
+// linkedElsewhere returns the versions of a stock plugin that needs libraries. It runs on the node, but the edge cannot
+// ask it: the container of the edge has no libraries. All stock plugins since 2021 (v1.0.0) speak these versions.
 func linkedElsewhere() []string { return []string{"0.3.1", "0.4.0", "1.0.0"} }
 
 // read returns the network configuration in the folder, or nil if there is none. It fails if a person has written
@@ -326,11 +327,11 @@ func (n *Node) read() ([]byte, error) {
 		return nil, fmt.Errorf("%s is not of this edge, which leaves the node alone (%s): remove the file, or the table "+
 			"[mode.edge.cni]", n.file(), foreign)
 	}
-	return append([]byte{}, data...), nil // an empty file is a file
+	return append([]byte{}, data...), nil // not nil for an empty file, since nil means that there is no file
 }
 
-// write replaces the network configuration, if it differs: a runtime reads it at any time, and must find the
-// old one or the new one, whole.
+// write replaces the network configuration if it differs from old. A runtime may read the file at any time, and finds
+// either the whole old file or the whole new one.
 func (n *Node) write(list cni.List, old []byte) error {
 	data, err := list.Marshal()
 	if err != nil || bytes.Equal(old, data) {
@@ -346,8 +347,8 @@ func (n *Node) write(list cni.List, old []byte) error {
 	return nil
 }
 
-// replace replaces a file: readers, and a machine that loses its power, have the old content or the new one. Runtimes
-// read *.conf, *.conflist and *.json alone.
+// replace replaces a file. Readers find either the old or the new content, also after a power loss. It first writes a
+// file beside it, which runtimes ignore: they read only *.conf, *.conflist and *.json.
 func replace(dir, name string, data []byte) error {
 	aside := filepath.Join(dir, asideOf(name))
 	err := cni.WriteDurably(aside, data)
@@ -355,7 +356,7 @@ func replace(dir, name string, data []byte) error {
 		err = os.Rename(aside, filepath.Join(dir, name))
 	}
 	if err != nil {
-		_ = os.Remove(aside) // what stays is overwritten by the next attempt
+		_ = os.Remove(aside) // if the file stays, the next attempt overwrites it
 		return err
 	}
 	return syncFolder(dir)
@@ -370,7 +371,7 @@ func syncFolder(dir string) error {
 	return f.Sync()
 }
 
-// checkFirst returns an error if a runtime takes another network configuration: the file that sorts first.
+// checkFirst returns an error if a runtime uses another network configuration, whose name sorts before ours.
 func (n *Node) checkFirst() error {
 	rival, err := cni.Rival(n.cfg.ConfDir)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -386,7 +387,7 @@ func (n *Node) checkFirst() error {
 		filepath.Join(n.cfg.ConfDir, rival), cni.ListFile)
 }
 
-// report keeps the outcome for Note, and logs changes of it.
+// report keeps err, the outcome of apply, for Note. It logs when the outcome changes.
 func (n *Node) report(err error) {
 	n.mu.Lock()
 	before := n.problem
@@ -400,7 +401,7 @@ func (n *Node) report(err error) {
 	}
 }
 
-// Note says what an operator should mend; "" if nothing.
+// Note says what an operator should repair; "": nothing.
 func (n *Node) Note() string {
 	n.mu.Lock()
 	defer n.mu.Unlock()

@@ -10,10 +10,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// routeProtocol marks our routes in the kernel (rtnetlink(7), rtm_protocol). Nobody else's are changed.
+// routeProtocol marks our routes in the kernel (rtnetlink(7), rtm_protocol). The edge changes no other routes.
 const routeProtocol netlink.RouteProtocol = 117
 
-// links returns the networks of the links that lead out of this machine: not of loopback, nor of the bridge of pods.
+// links returns the networks of this machine's network interfaces, without loopback and the bridge of pods.
 func (linux) links(bridge string) ([]link, error) {
 	all, err := netlink.LinkList()
 	if err != nil && !errors.Is(err, netlink.ErrDumpInterrupted) {
@@ -42,7 +42,7 @@ func (linux) links(bridge string) ([]link, error) {
 	return found, nil
 }
 
-// routes makes the kernel's routes of our protocol those that are wanted. It replaces no route of others.
+// routes makes the kernel have exactly the routes want with our routeProtocol. It changes no other route.
 func (linux) routes(want []route) error {
 	var errs []error
 	missing := make(map[route]bool, len(want))
@@ -80,7 +80,7 @@ func (linux) routes(want []route) error {
 	return errors.Join(errs...)
 }
 
-// ofKernel returns a route as wantRoutes makes it.
+// ofKernel returns a route of the kernel in the form of wantRoutes.
 func ofKernel(r netlink.Route) (route, bool) {
 	if r.Dst == nil {
 		return route{}, false

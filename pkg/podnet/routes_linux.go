@@ -15,23 +15,23 @@ import (
 	"tunnel.example/tunnel/pkg/cni"
 )
 
-// Neighbour is another node with an address in a network of this machine's links.
+// Neighbour is another node with an address in a network of this machine's network interfaces.
 type Neighbour struct {
 	Addresses []netip.Addr   `json:"addresses"`
-	Networks  []netip.Prefix `json:"networks"` // of its pods
+	Networks  []netip.Prefix `json:"networks"` // the networks of its pods
 }
 
 func (n Neighbour) equal(other Neighbour) bool {
 	return slices.Equal(n.Addresses, other.Addresses) && slices.Equal(n.Networks, other.Networks)
 }
 
-// neighboursFile is the memory of the neighbours, beside the network configuration. No runtime reads it: runtimes read
-// *.conf, *.conflist and *.json.
+// neighboursFile keeps the last neighbours for a start without the cloud. It is beside the network configuration.
+// Runtimes do not read it: they read only *.conf, *.conflist and *.json.
 const neighboursFile = "10-tunnel.neighbours"
 
-// link is a network of one of this machine's links.
+// link is one network of a network interface of this machine.
 type link struct {
-	index   int
+	index   int          // the index of the interface
 	own     netip.Addr   // the address of this machine
 	network netip.Prefix // masked
 }
@@ -39,11 +39,11 @@ type link struct {
 // route leads to the pods of a neighbour.
 type route struct {
 	to   netip.Prefix
-	by   netip.Addr // the neighbour
-	link int        // index
+	by   netip.Addr // the address of the neighbour
+	link int        // the index of the network interface
 }
 
-// SetNeighbours tells the other nodes with an address in one of Links. Without Config.Routes it changes nothing.
+// SetNeighbours sets the other nodes that have an address in one of Links. Without Config.Routes it changes nothing.
 func (n *Node) SetNeighbours(all []Neighbour) {
 	if !n.cfg.Routes {
 		return
@@ -58,7 +58,7 @@ func (n *Node) SetNeighbours(all []Neighbour) {
 	}
 }
 
-// Links returns the networks of the links of this machine, without that of pods.
+// Links returns the networks of this machine's network interfaces, without the network of pods.
 func (n *Node) Links() []netip.Prefix {
 	all, err := n.kernel.links(cni.DefaultBridge)
 	if err != nil {
@@ -79,7 +79,7 @@ const (
 	minRouteBits6 = 48 // IPv6
 )
 
-// wantRoutes returns the routes that there should be, and why a network of a neighbour has none.
+// wantRoutes returns the routes that the kernel should have. wrong says why networks of neighbours get no route.
 func (n *Node) wantRoutes(conf *cni.Conf) (routes []route, wrong error) {
 	n.mu.Lock()
 	neighbours := n.neighbours
@@ -124,8 +124,8 @@ func routeTo(network netip.Prefix, by []netip.Addr, links []link) (best route, f
 	return best, bits >= 0
 }
 
-// refuses returns why a route must not be made; "" if it may. A cloud must not be able to lead the traffic of this
-// machine elsewhere.
+// refuses returns why a route must not be made; "": it may be made. Otherwise a cloud could divert the traffic of this
+// machine.
 func refuses(r route, conf *cni.Conf, links []link, before []route) string {
 	shortest := minRouteBits4
 	if r.to.Addr().Is6() {
