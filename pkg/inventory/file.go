@@ -24,11 +24,11 @@ type file struct {
 // errContent is the error of a file that is not an inventory of this version.
 var errContent = errors.New("it is not an inventory")
 
-// badSuffix ends the name of a file that was set aside because of errContent.
+// badSuffix is appended to the name of a file with errContent: Run renames the file, so that it is not overwritten.
 const badSuffix = ".bad"
 
-// errAside is the error while a file that was set aside is still there: nobody has brought its nodes back. Without
-// it, the next start would take the new file for all nodes.
+// errAside is the error of load while there is a file with badSuffix: the nodes in it may be missing. Without errAside,
+// the next start would think that the new file has all nodes.
 var errAside = errors.New("a damaged inventory was set aside")
 
 // load reads the file at path. The map that it returns is never nil. A file that does not exist is no

@@ -2,8 +2,8 @@ package inventory
 
 import "time"
 
-// A node is flapping if so many sessions with this replica began within flapTime. In a rolling update, each replica
-// gets a node twice at most.
+// A node is flapping if flapSessions sessions with this replica began within flapTime. In a rolling update, a node
+// opens at most two sessions with each replica.
 const (
 	flapSessions = 4
 	flapTime     = 10 * time.Minute

@@ -1,8 +1,8 @@
 // Package inventory remembers the nodes of a cloud, so that an operator sees which nodes are missing.
 //
 //	nodes := inventory.New("/var/lib/tunnel-cloud/nodes.json", log)
-//	directory.Watcher = nodes                      // sessions come and go
-//	nodes.Issued("edge1", leaf)                    // a certificate was made
+//	directory.Watcher = nodes                      // is told when sessions begin and end
+//	nodes.Issued("edge1", leaf)                    // when the cloud has issued a certificate
 //	all := nodes.All()                             // every node that was ever connected, and not forgotten
 //	registry.MustRegister(nodes.Collector(nil, 0)) // how many are connected, missing, flapping
 //	err := nodes.Run(ctx)                          // keeps the file
@@ -10,11 +10,10 @@
 // A replica also remembers the nodes that other replicas hold: their names and when they were last seen.
 //
 // A node enters the inventory when it has proven its name: by a session, or by the proof for a certificate.
-// It leaves by [Inventory.Forget] only, or when maxNodes other nodes were seen later.
+// It leaves only by [Inventory.Forget], or when maxNodes other nodes were seen later.
 //
-// In place of a file, a [Map] may keep the inventory: one for all replicas, such as a ConfigMap. Each replica takes
-// in what the others have written. How many sessions and certificates a node had is then known since the replica's
-// start only.
+// In place of a file, a [Map] may keep one inventory for all replicas, such as a ConfigMap. Each replica reads what the
+// other replicas have written. Then the numbers of sessions and certificates count only since the start of the replica.
 //
 // The file is a convenience, not a source of truth: nobody gets access by it, and a cloud starts without it.
 // Each replica has a file of its own, about the sessions that this replica has had.
@@ -40,43 +39,42 @@ import (
 )
 
 const (
-	// writePause is how long changes are gathered before the file is written again. The file of 10,000 nodes
-	// has 3 MB: then the disk gets 100 kB a second at most.
+	// writePause is how long Run waits after a change before it writes the file, so that one write covers many
+	// changes. With 10,000 nodes the file has 3 MB: Run then writes at most 100 kB a second.
 	writePause = 30 * time.Second
-	// refresh is how often the file is written while nodes are connected and nothing changes, so that a cloud
-	// that was killed knows when it last saw them.
+	// refresh is how often Run writes the file while nodes are connected and nothing changes. So a cloud that was
+	// killed still knows when it last saw its nodes.
 	refresh = 10 * time.Minute
-	// gather is how long changes at the other replicas are gathered: thousands of nodes may move at once.
+	// gather is how long Run waits after a change at the other replicas: thousands of nodes may move at once.
 	gather = time.Second
-	// maxNodes bounds the memory: with a token for any node, the holder of the token chooses names.
-	maxNodes = 100_000
-	// maxSoftware and maxEnded bound texts of a node, in bytes.
-	maxSoftware = 64
-	maxEnded    = 200
+	// maxNodes is how many nodes the inventory holds. With a token for any node, its holder can choose any names.
+	maxNodes    = 100_000
+	maxSoftware = 64  // the longest Record.Software, in bytes
+	maxEnded    = 200 // the longest Record.Ended, in bytes
 )
 
 // Record is what the inventory knows of a node. Times are this machine's, in UTC and whole seconds.
 type Record struct {
 	FirstSeen time.Time `json:"first_seen"`
 	LastSeen  time.Time `json:"last_seen"`             // while the node is connected: now
-	FactsAt   time.Time `json:"facts_at,omitzero"`     // of Remote, Software, Ended and Replica
+	FactsAt   time.Time `json:"facts_at,omitzero"`     // when Remote, Software, Ended and Replica were set
 	Connected bool      `json:"-"`                     // the node has a session with this replica now
-	Sessions  int       `json:"sessions,omitempty"`    // with this replica, since first_seen
-	Remote    string    `json:"remote,omitempty"`      // address of the newest session
-	Software  string    `json:"software,omitempty"`    // of the newest session
+	Sessions  int       `json:"sessions,omitempty"`    // how many sessions with this replica began since FirstSeen
+	Remote    string    `json:"remote,omitempty"`      // address of the edge in its newest session
+	Software  string    `json:"software,omitempty"`    // version of the edge in its newest session
 	Services  bool      `json:"services,omitempty"`    // the edge of the newest session serves Services
-	Ended     string    `json:"ended,omitempty"`       // why the newest session that has ended did so
-	Issued    int       `json:"issued,omitempty"`      // certificates that this replica has had made
-	IssuedAt  time.Time `json:"issued_at,omitzero"`    // the newest of them
-	CertEnds  time.Time `json:"cert_ends,omitzero"`    // end of the newest of them, or of the one last shown
-	Replica   string    `json:"replica,omitempty"`     // that has told the facts; "": this one
-	CertShown string    `json:"certificate,omitempty"` // serial number of that certificate, in hexadecimal
-	CertBy    string    `json:"cert_by,omitempty"`     // the CA that signed it
+	Ended     string    `json:"ended,omitempty"`       // why the last session ended
+	Issued    int       `json:"issued,omitempty"`      // how many certificates this replica has issued to the node
+	IssuedAt  time.Time `json:"issued_at,omitzero"`    // when this replica issued the last certificate
+	CertEnds  time.Time `json:"cert_ends,omitzero"`    // end of the certificate that was last issued or shown
+	Replica   string    `json:"replica,omitempty"`     // the replica that had the newest session; "": this one
+	CertShown string    `json:"certificate,omitempty"` // serial number of the last certificate, in hexadecimal
+	CertBy    string    `json:"cert_by,omitempty"`     // the CA that signed the last certificate
 	CertFrom  time.Time `json:"cert_starts,omitzero"`
-	// CertTrusts are the CAs by which the edge verified the cloud when it got that certificate, as ids with blanks
-	// between them; "": not known.
+	// CertTrusts are the CAIDs of the CAs by which the edge verified the cloud when it got the last certificate, with
+	// blanks in between; "": not known.
 	CertTrusts string `json:"cert_trusts,omitempty"`
-	// CertOld: another replica has held the node since, and may have renewed that certificate.
+	// CertOld is true if another replica has held the node since, and may have renewed the last certificate.
 	CertOld  bool `json:"cert_old,omitempty"`
 	Flapping bool `json:"-"` // four sessions with this replica began within ten minutes
 
@@ -100,29 +98,29 @@ type Inventory struct {
 	log  *slog.Logger
 	now  func() time.Time
 
-	// Others knows the nodes of every replica, so that this replica misses the nodes of another replica
-	// when that has gone, too; nil: there are no other replicas. Set before Run.
+	// Others knows the nodes of every replica. So when another replica has gone, this replica still knows which nodes
+	// are missing. nil: there are no other replicas. Set before Run.
 	Others Others
 
-	// Map keeps the inventory in place of a file, for all replicas; nil: nothing does. Self is the name of this
-	// replica in it. Both are set before Run.
+	// Map keeps one inventory for all replicas, in place of a file; nil: there is no Map. Self is the name of this
+	// replica in Map. Both are set before Run.
 	Map  Map
 	Self string
 
 	mu      sync.Mutex // guards the following; taken inside the Directory's lock, never around it
 	nodes   map[tunnel.NodeName]*Record
-	changed tunnel.Change // of nodes
-	// elsewhere are the nodes that any replica held when noteOthers looked last.
+	changed tunnel.Change // nodes has changed
+	// elsewhere are the nodes that any replica held when noteOthers last looked.
 	elsewhere []tunnel.NodeName
-	// ended are the nodes whose session with this replica has ended since noteOthers began; nil: it does not run.
+	// ended are the nodes whose session with this replica has ended since noteOthers began; nil: noteOthers does not run.
 	ended  map[tunnel.NodeName]bool
-	unread error // why nodes of the file may be missing; nil: it was read, or there is none
-	failed error // why the file could not be written; nil: it was
+	unread error // why nodes of the file may be missing; nil: none is missing
+	failed error // why the last write of the file failed; nil: it succeeded
 	left   bool  // another process writes the file: see Leave
-	// Of an inventory with a Map.
-	read      bool                          // this process has read it
-	omitted   int                           // nodes for which it had no room
-	forgotten map[tunnel.NodeName]time.Time // when; nodes that others may still write
+	// With a Map only.
+	read      bool                          // this process has read the Map
+	omitted   int                           // how many nodes had no room in the Map
+	forgotten map[tunnel.NodeName]time.Time // forgotten nodes that other replicas may still write, and when
 
 	writing sync.Mutex // held while the file is written; taken before mu
 }
@@ -133,7 +131,7 @@ var (
 )
 
 // New returns an inventory with the nodes of the file at path. path may be "": then the inventory is lost
-// when the process ends. New changes no file. Run sets a file aside that is not an inventory.
+// when the process ends. New changes no file. If the file is not an inventory, Run renames it (badSuffix).
 func New(path string, log *slog.Logger) *Inventory {
 	i := &Inventory{path: path, log: log, now: time.Now}
 	i.nodes, i.unread = load(path)
@@ -217,8 +215,9 @@ func (r *Record) note(c tunnel.Certificate) {
 	r.CertShown, r.CertBy, r.CertFrom, r.CertEnds, r.CertOld = c.Serial, c.Signer, c.Starts, c.Ends, false
 }
 
-// Adopt stores what another replica knows of a node that it misses, as far as that is newer. The numbers of sessions
-// and certificates stay those of this replica. A time in the future, by the other machine's clock, counts as now.
+// Adopt stores from, what another replica knows of a missing node, as far as it is newer than what this replica knows.
+// The numbers of sessions and certificates of this replica stay. If the other machine's clock is ahead, a time in the
+// future counts as now.
 func (i *Inventory) Adopt(node tunnel.NodeName, from Record) {
 	i.mu.Lock()
 	defer i.mu.Unlock()
@@ -226,7 +225,7 @@ func (i *Inventory) Adopt(node tunnel.NodeName, from Record) {
 	i.changed.Notify()
 }
 
-// adoptLocked is Adopt for a caller that holds mu. Others are not told of a change.
+// adoptLocked is Adopt for a caller that holds mu. It does not notify changed.
 func (i *Inventory) adoptLocked(node tunnel.NodeName, from Record) {
 	now := i.second()
 	r := i.nodes[node]
@@ -242,7 +241,7 @@ func (i *Inventory) adoptLocked(node tunnel.NodeName, from Record) {
 	r.take(from, now)
 }
 
-// take takes from another record of the node what is newer there. A time in the future counts as now.
+// take copies the newer facts of from, another record of the same node. A time in the future counts as now.
 func (r *Record) take(from Record, now time.Time) {
 	for _, t := range []*time.Time{&from.FirstSeen, &from.LastSeen, &from.FactsAt} {
 		if t.After(now) {
@@ -253,8 +252,8 @@ func (r *Record) take(from Record, now time.Time) {
 	if from.LastSeen.After(r.LastSeen) {
 		r.LastSeen = from.LastSeen
 	}
-	// Of facts of one second, those of the greater name count, for every replica: else each would undo what another
-	// has written.
+	// If both facts are of the same second, all replicas prefer the facts with the greater replica name. Otherwise each
+	// replica would undo what another has written.
 	newer := from.FactsAt.Compare(r.FactsAt)
 	if newer > 0 || newer == 0 && from.Replica > r.Replica {
 		r.FactsAt, r.Replica = from.FactsAt, from.Replica
@@ -268,8 +267,8 @@ func (r *Record) take(from Record, now time.Time) {
 	r.takeTrusts(from)
 }
 
-// certificateIsNewer reports whether the record's certificate is newer than that of the other record. The one that
-// begins later is, though it may end earlier. Records of old versions do not say when theirs begins.
+// certificateIsNewer reports whether the certificate of r is newer than the certificate of than. The certificate that
+// begins later is newer, even if it ends earlier. Records of old versions do not say when a certificate begins.
 func (r *Record) certificateIsNewer(than *Record) bool {
 	if r.CertFrom.IsZero() || than.CertFrom.IsZero() || r.CertFrom.Equal(than.CertFrom) {
 		return r.CertEnds.After(than.CertEnds)
@@ -277,8 +276,8 @@ func (r *Record) certificateIsNewer(than *Record) bool {
 	return r.CertFrom.After(than.CertFrom)
 }
 
-// takeTrusts takes from another record what an edge said with the same certificate. This replica has not heard it if
-// it started since.
+// takeTrusts copies CertTrusts of from, if both records have the same certificate. This replica lacks it if it has
+// started after the edge has said it.
 func (r *Record) takeTrusts(from Record) {
 	if r.CertTrusts == "" && from.CertShown == r.CertShown {
 		r.CertTrusts = from.CertTrusts
@@ -350,10 +349,10 @@ func (i *Inventory) forgetOldestLocked() {
 	}
 }
 
-// ErrConnected is why a node cannot be forgotten.
+// ErrConnected is the error of Forget for a connected node.
 var ErrConnected = errors.New("the node is connected: stop its edge first, or revoke it with tunnel token revoke")
 
-// ErrLeft is why a node cannot be forgotten by a process that another one replaces.
+// ErrLeft is the error of Forget if another process is taking over from this process.
 var ErrLeft = errors.New("a new process of the cloud takes over: run the command again")
 
 // Forget removes a node. It reports whether the inventory had the node. A connected node stays.
@@ -404,7 +403,7 @@ func (i *Inventory) copied() (now time.Time, names []tunnel.NodeName, records []
 	now = i.second()
 	for n, r := range i.nodes {
 		c := *r
-		c.Flapping, c.began = r.flaps(now), [flapSessions]int64{} // a copy needs the verdict alone
+		c.Flapping, c.began = r.flaps(now), [flapSessions]int64{} // a copy needs only the verdict
 		names, records = append(names, n), append(records, c)
 	}
 	return now, names, records
@@ -451,8 +450,8 @@ func (i *Inventory) ServeServices() []tunnel.NodeName {
 	return all
 }
 
-// noteOthers notes that the nodes of the other replicas are seen now. The channel that it returns is closed when a
-// node comes or goes there; nil without other replicas.
+// noteOthers notes that all nodes of the other replicas are seen now. It returns a channel that is closed when a node
+// of another replica comes or goes; nil: there are no other replicas.
 func (i *Inventory) noteOthers() <-chan struct{} {
 	if i.Others == nil {
 		return nil
@@ -472,12 +471,12 @@ func (i *Inventory) noteOthers() <-chan struct{} {
 	i.mu.Lock()
 	defer i.mu.Unlock()
 	for _, n := range slices.Concat(i.elsewhere, names) { // a node that has just gone was seen a moment ago
-		// The nodes of a full replica leave the nodes of this one alone.
+		// When the inventory is full, nodes of other replicas do not displace nodes of this replica.
 		if i.nodes[n] != nil || len(i.nodes) < maxNodes {
 			i.recordLocked(n)
 		}
 	}
-	for _, n := range names { // those of this replica, too
+	for _, n := range names { // names also has the nodes of this replica, which are Connected
 		if r := i.nodes[n]; r != nil && !r.Connected && !i.ended[n] {
 			r.CertOld = true
 			if serves, ok := serve[n]; ok {
@@ -507,13 +506,13 @@ func (i *Inventory) Run(ctx context.Context) error {
 		}
 	}
 	elsewhere := i.noteOthers()
-	var gathered <-chan time.Time // when the nodes of the other replicas are noted next; nil: not soon
+	var gathered <-chan time.Time // when to call noteOthers next; nil: no node of another replica has changed
 	pause := writePause
 	if i.Map != nil {
 		pause = sharedPause
 	}
 	due, written := time.After(refresh), time.Now().Add(-pause)
-	if i.Map != nil { // it is still to be read
+	if i.Map != nil { // New has not read the Map: read it at once
 		due = time.After(0)
 	}
 	for {
@@ -535,7 +534,7 @@ func (i *Inventory) Run(ctx context.Context) error {
 	}
 }
 
-// Leave writes the file a last time, and leaves it to another process, which is about to take over.
+// Leave writes the file a last time. From then on, another process, which is about to take over, writes the file.
 func (i *Inventory) Leave() {
 	i.writing.Lock()
 	defer i.writing.Unlock()
@@ -553,8 +552,8 @@ func (i *Inventory) Return() {
 	i.changed.Notify()
 }
 
-// Reload reads the file again, which another process has left to this one. Connected nodes stay as they are. Call it
-// before Run.
+// Reload reads the file again after another process has left the file to this one. Connected nodes stay as they are.
+// Call it before Run.
 func (i *Inventory) Reload() {
 	if i.path == "" {
 		return
@@ -570,7 +569,7 @@ func (i *Inventory) Reload() {
 	i.nodes, i.unread = nodes, unread
 }
 
-// write writes the file, unless it is left to another process. The channel that it returns is closed at the next
+// write writes the file, unless Leave has left it to another process. It returns a channel that is closed at the next
 // change.
 func (i *Inventory) write(ctx context.Context) <-chan struct{} {
 	i.writing.Lock()
@@ -594,7 +593,8 @@ func (i *Inventory) next() time.Duration {
 	return refresh
 }
 
-// unreadable returns why the file could not be read, if it may be sound: then a write would lose its nodes.
+// unreadable returns why the file could not be read, if its content may still be good. Then a write would lose its
+// nodes.
 func (i *Inventory) unreadable() error {
 	i.mu.Lock()
 	defer i.mu.Unlock()
@@ -612,7 +612,7 @@ func (i *Inventory) save(ctx context.Context) {
 	case i.Map != nil:
 		target = i.Map.String()
 		if err = i.sync(ctx); err != nil && ctx.Err() != nil {
-			return // a last attempt follows
+			return // ctx is done, and Run makes a last attempt
 		}
 		err = kube.Explain(err)
 	case i.path != "":

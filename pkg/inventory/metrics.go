@@ -23,8 +23,9 @@ type tally struct {
 	expiring, expired            int // certificates
 }
 
-// tally counts the nodes. expected are those that Kubernetes has. lifetime is that of certificates whose begin is not
-// known. A node renews its certificate at the replicas that hold it: the others do not count what they know.
+// tally counts the nodes. expected are the nodes of Kubernetes. lifetime is the lifetime of certificates whose begin is
+// not known. Only replicas that hold a node count its certificate: the node renews it there, and the other replicas may
+// know an old one.
 func (i *Inventory) tally(expected []tunnel.NodeName, lifetime time.Duration) (t tally) {
 	var elsewhere []tunnel.NodeName // connected to any replica; sorted
 	if i.Others != nil {
@@ -55,7 +56,7 @@ func (i *Inventory) tally(expected []tunnel.NodeName, lifetime time.Duration) (t
 			t.expiring++
 		}
 	}
-	for _, n := range elsewhere { // that the inventory has not noted yet
+	for _, n := range elsewhere { // also count connected nodes that the inventory has not noted yet
 		if i.nodes[n] == nil {
 			t.connected++
 		}
@@ -76,8 +77,8 @@ func (r *Record) lifetime(other time.Duration) time.Duration {
 	return r.CertEnds.Sub(r.CertFrom)
 }
 
-// Collector returns the metrics of the nodes, counted at each scrape. expected returns the nodes that Kubernetes has;
-// nil: not known. lifetime is that of nodes' certificates whose begin is not known; 0: the default.
+// Collector returns the metrics of the nodes. It counts the nodes at each scrape. expected returns the nodes of
+// Kubernetes; nil: nobody knows them. lifetime is the lifetime of certificates whose begin is not known; 0: the default.
 func (i *Inventory) Collector(expected func() ([]tunnel.NodeName, bool), lifetime time.Duration) prometheus.Collector {
 	return &collector{
 		inventory: i, expected: expected, lifetime: cmp.Or(lifetime, defaultLifetime),

@@ -18,23 +18,23 @@ import (
 )
 
 const (
-	// sharedPause is how long changes are gathered before the shared inventory is read and written again. That of
-	// 10,000 nodes has some 740 kB: then each replica writes 12 kB a second at most.
+	// sharedPause is how long Run waits after a change before it reads and writes the Map. With 10,000 nodes the
+	// inventory has some 740 kB: each replica then writes at most 12 kB a second.
 	sharedPause = time.Minute
 	// retryPause is how long after a failure the next attempt begins.
 	retryPause = 30 * time.Second
-	// syncTime bounds an attempt. A process that stops has so much time, too.
+	// syncTime is how long one attempt may take, also the last attempt of a process that stops.
 	syncTime = 10 * time.Second
 	// maxConflicts is how many conflicts with other replicas end an attempt. The pause after the first conflict is
 	// conflictPause; each further conflict doubles the pause.
 	maxConflicts  = 5
 	conflictPause = 100 * time.Millisecond
-	// forgetTime is how long after it was forgotten a node stays forgotten, whatever other replicas write: their clocks
-	// may be ahead by so much, and they hear of it later.
+	// forgetTime is how long this replica ignores what other replicas write about a node after Forget. The other
+	// replicas learn later that the node is forgotten, and their clocks may be ahead.
 	forgetTime = 5 * time.Minute
-	// sharedLimit is the most bytes in all values of the ConfigMap. Kubernetes permits 1 MiB.
+	// sharedLimit is how many bytes all values of the ConfigMap may have together. Kubernetes permits 1 MiB.
 	sharedLimit = 900 << 10
-	// maxUnpacked bounds the memory of an inventory that is read.
+	// maxUnpacked is how many bytes an inventory may have after decompression.
 	maxUnpacked = 64 << 20
 )
 
@@ -47,8 +47,8 @@ type Map interface {
 	Save(ctx context.Context, old kube.Content, text string) (kube.Content, error)
 }
 
-// sync takes in what other replicas have written, and writes what this replica knows, if that is worth a write. The
-// caller holds writing.
+// sync reads what other replicas have written, and writes what this replica knows, if differ says that a write is
+// needed. After a conflict it tries again. The caller holds writing.
 func (i *Inventory) sync(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, syncTime)
 	defer cancel()
@@ -78,7 +78,7 @@ func (i *Inventory) syncOnce(ctx context.Context) error {
 	all := i.merge(stored)
 	if old.Version != "" && i.hadRoom() && !differ(stored, all) {
 		i.dropForgotten()
-		return nil // without the work of pack
+		return nil // nothing to write, so do not call pack
 	}
 	text, kept, err := pack(all, sharedLimit-old.Others)
 	if err != nil {
@@ -132,14 +132,14 @@ func (i *Inventory) merge(stored map[tunnel.NodeName]Record) map[tunnel.NodeName
 			c.Replica = cmp.Or(c.Replica, i.Self)
 		}
 		if from, ok := stored[n]; ok {
-			c.take(from, now) // that of a connected node may have newer facts, from another replica
+			c.take(from, now) // even for a connected node, another replica may have newer facts
 		}
 		all[n] = c.shared()
 	}
 	return all
 }
 
-// shared returns the record without what concerns one replica alone.
+// shared returns the record without the fields that concern only one replica.
 func (r *Record) shared() Record {
 	s := *r
 	s.Connected, s.Flapping, s.CertOld, s.began = false, false, false, [flapSessions]int64{}
@@ -165,7 +165,7 @@ func differ(stored, kept map[tunnel.NodeName]Record) bool {
 	return false
 }
 
-// noteOmitted notes how many nodes find no room. It logs when the first finds none.
+// noteOmitted notes how many nodes have no room in the Map. It logs when this begins.
 func (i *Inventory) noteOmitted(n int) {
 	i.mu.Lock()
 	before := i.omitted
@@ -180,8 +180,8 @@ func (i *Inventory) noteOmitted(n int) {
 	}
 }
 
-// pack returns the text of an inventory of limit bytes at most, and the nodes that are in it: those that were seen
-// last.
+// pack returns the text of an inventory, at most limit bytes long. kept are the nodes in the text. If there is no room
+// for all nodes, pack keeps the nodes that were seen last.
 func pack(nodes map[tunnel.NodeName]Record, limit int) (text string, kept map[tunnel.NodeName]Record, err error) {
 	kept = nodes
 	for {
