@@ -18,8 +18,8 @@
 // [Channelz] shows every connection, so it listens on loopback only. [Debug] also serves pprof and
 // the log level, on a unix socket of our own user.
 //
-// While the other modules drain, their checks make /readyz answer 503, and /metrics is still of
-// interest. So give Run a context that ends after the other modules have returned.
+// While the other modules drain, operators still need /readyz, which answers 503, and /metrics. So
+// give Run a context that ends after the other modules have returned.
 //
 // The package counts nothing itself. Package api is the API of the commands; Debug serves it.
 package admin
@@ -45,8 +45,8 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// Any caller may connect, so everything that a caller can hold is bounded. A kubelet's probe and a
-// scrape need little of it.
+// Any caller may connect, so there is a limit for everything that a caller can use. A kubelet's probe
+// and a scrape need much less.
 const (
 	maxHeader      = 64 << 10 // bytes
 	maxScrapes     = 4        // at a time; further ones are answered with 503
@@ -55,7 +55,7 @@ const (
 	scrapeTimeout  = 10 * time.Second // Prometheus' own default
 	writeTimeout   = 30 * time.Second
 	idleTimeout    = 10 * time.Second // a scraper may then have to connect again, which is cheap
-	shutdownWithin = time.Second      // after it, responses that are still being read are cut off
+	shutdownWithin = time.Second      // after this time, the server cuts off responses
 )
 
 // DefaultConns is how many connections the health port serves at once.
@@ -67,8 +67,8 @@ type Check struct {
 	Name string
 	// Ready returns nil when the module can serve, or the reason why it cannot.
 	Ready func() error
-	// Note says what is degraded and needs an operator, though clients need not be sent elsewhere.
-	// It returns "" when nothing is degraded.
+	// Note says what needs an operator's attention although the module still serves: see degraded in
+	// docs/words.md. It returns "" when nothing is degraded.
 	Note func() string
 	// Status says how well the module works while nothing is wrong.
 	Status func() string
@@ -76,7 +76,7 @@ type Check struct {
 	Off func() bool
 }
 
-// State is what a check has found.
+// State is the verdict of a check.
 type State string
 
 // The states of a check.
@@ -104,7 +104,8 @@ func (c Check) Result() (State, string) {
 	return StateOK, ""
 }
 
-// line returns the check's line. passed: Ready returned nil. quiet: passed, and there is no note.
+// line returns the check's line. passed reports whether Ready returned nil. quiet reports whether the check
+// passed and has no note.
 func (c Check) line() (line string, passed, quiet bool) {
 	switch state, text := c.Result(); {
 	case state == StateFailed:
@@ -134,10 +135,10 @@ type Server struct {
 	tls     *tls.Config  // of a public server
 
 	// Set before Run.
-	// Conns bounds the open connections; 0: DefaultConns. One source gets an eighth of them, see
+	// Conns is how many connections may be open; 0: DefaultConns. One source gets an eighth of them, see
 	// listen.Strangers.
 	Conns int
-	// Counters counts the connections closed because of that limit; nil: not counted.
+	// Counters counts the connections that were closed because of this limit; nil: nobody counts them.
 	Counters *tunnel.Counters
 	// Sockets opens the port; nil: nobody can take it over.
 	Sockets *listen.Sockets
@@ -221,7 +222,7 @@ func (s *Server) Run(ctx context.Context) error {
 	shutdownCtx, cancel := context.WithTimeout(context.WithoutCancel(ctx), shutdownWithin)
 	defer cancel()
 	if err := srv.Shutdown(shutdownCtx); err != nil {
-		srv.Close() // a client reads slowly; nothing is lost
+		srv.Close() // a slow client is cut off, which does no harm
 	}
 	if err := <-served; !errors.Is(err, http.ErrServerClosed) {
 		return fmt.Errorf("serving health and metrics on %s: %w", addr, err)
@@ -235,7 +236,7 @@ func (s *Server) serve(srv *http.Server, ln net.Listener) error {
 		return srv.Serve(ln)
 	}
 	srv.Protocols = new(http.Protocols)
-	srv.Protocols.SetHTTP1(true) // HTTP/2 has streams to be limited, and a check needs none
+	srv.Protocols.SetHTTP1(true) // HTTP/1 only: HTTP/2 would need limits for streams, and a check does not need HTTP/2
 	return srv.ServeTLS(ln, "", "")
 }
 

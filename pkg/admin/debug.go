@@ -19,21 +19,21 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// Limits of a client of the socket. The client is our own user or root, so they protect against
-// mistakes only.
+// Limits of a client of the socket. The client is our own user or root, so the limits protect only
+// against mistakes.
 const (
 	debugConns = 16 // at a time
 	maxLevel   = 16 // bytes of a log level
 )
 
-// Debug serves the operator of this machine alone, on a unix socket:
+// Debug serves only the operator of this machine, on a unix socket:
 //
 //	curl --unix-socket /run/tunnel-cloud/admin.sock http://localhost/loglevel
 //	curl --unix-socket /run/tunnel-cloud/admin.sock -X PUT -d debug http://localhost/loglevel
 //	curl --unix-socket /run/tunnel-cloud/admin.sock -o heap http://localhost/debug/pprof/heap
 //
 // and /healthz, /readyz and /metrics as [Server] does, and the API of the commands (package api) below
-// /v1/. The socket's permissions decide who may connect: the user that the process runs as. It is the
+// /v1/. The socket's permissions decide who may connect: only the user that runs the process. Debug is the
 // module "debug".
 type Debug struct {
 	// Set once.
@@ -142,7 +142,7 @@ func (d *Debug) setLevel(w http.ResponseWriter, r *http.Request) {
 	}
 	previous := d.level.Level()
 	d.level.Set(level)
-	// At least at the new level, so that the new level does not hide it.
+	// Log at least at the new level, so that the new level does not hide this line.
 	d.log.Log(r.Context(), max(level, slog.LevelInfo), "log level changed",
 		"from", previous.String(), "to", level.String())
 	answer(w, http.StatusOK, strings.ToLower(level.String())+"\n")

@@ -176,7 +176,7 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	for _, n := range c.counts {
 		ch <- prometheus.MustNewConstMetric(n.desc, prometheus.CounterValue, float64(n.load()))
 	}
-	// All codes, also those that never occurred: an alert on a rate needs the zero.
+	// Show all codes, also those that never occurred: an alert on a rate needs a first value of 0.
 	for _, code := range tunnel.Codes() {
 		ch <- prometheus.MustNewConstMetric(c.refused, prometheus.CounterValue,
 			float64(c.c.Refusals(code)), code.String())
