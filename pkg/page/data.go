@@ -16,15 +16,16 @@ import (
 	"tunnel.example/tunnel/pkg/api"
 )
 
-// keep is how long an answer is good for. However many pages are open, the replicas are asked no more often.
+// keep is how long the server uses an answer again. So the server asks the replicas at most once in this time, even if
+// many pages are open.
 const keep = 2 * time.Second
 
 // Data is the answer of GET /data.json: the answers of `tunnel ls -o json` and, for each replica, of
 // `tunnel status -o json`.
 type Data struct {
 	Nodes    *api.NodeList `json:"nodes"`
-	Replicas []*api.Status `json:"replicas"` // this one first, then by name
-	// Incomplete says what the page lacks, such as the replicas that have not answered.
+	Replicas []*api.Status `json:"replicas"` // this replica first, then the others by name
+	// Incomplete says what the page lacks, for instance because a replica has not answered.
 	Incomplete []string `json:"incomplete,omitempty"`
 }
 
@@ -41,14 +42,14 @@ func collect(ctx context.Context, source Source) *Data {
 	return d
 }
 
-// cache is the last answer, compressed.
+// cache keeps the last answer, compressed.
 type cache struct {
-	mu   sync.Mutex // guards the following; held while an answer is made, so that one is made at a time
+	mu   sync.Mutex // guards the following; held while get makes an answer, so that get makes one at a time
 	gzip []byte
 	made time.Time
 }
 
-// get returns the answer. It makes one if the last one is old.
+// get returns the last answer, or a new one if the last one is older than keep.
 func (c *cache) get(source Source) ([]byte, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -61,7 +62,7 @@ func (c *cache) get(source Source) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	// Not the request's context: others wait for this answer, too. The source bounds the time itself.
+	// Do not use the request's context: other requests wait for this answer, too. The source limits the time itself.
 	if err = json.NewEncoder(z).Encode(collect(context.Background(), source)); err != nil {
 		return nil, err
 	}

@@ -6,9 +6,9 @@
 //	GET /              the page: HTML, CSS and a script, which are embedded in the program
 //	GET /data.json     what the page shows, a [Data]
 //
-// The page changes nothing: it answers GET and HEAD alone. It asks for no password, so it listens on loopback only,
-// and answers only requests whose Host is loopback: by DNS rebinding, a foreign web page could otherwise read it.
-// The browser asks nobody but this server, and runs no script but the embedded one (Content-Security-Policy).
+// The page changes nothing: it answers only GET and HEAD. It asks for no password, so it listens only on loopback, and
+// answers only requests whose Host is loopback. Otherwise a foreign web page could read it by DNS rebinding. The browser
+// sends requests only to this server, and runs only the embedded script (Content-Security-Policy).
 // Names, versions and reasons come from nodes and callers: the script inserts them as text, never as HTML.
 //
 // data.go makes the data. The browser keeps the history of a node's round trip and throughput while it shows the page.
@@ -36,13 +36,13 @@ var files embed.FS // never changes
 
 const (
 	headerTimeout  = 5 * time.Second
-	writeTimeout   = time.Minute // 10,000 nodes through ssh over a narrow link
+	writeTimeout   = time.Minute // enough for the data of 10,000 nodes through ssh over a narrow link
 	idleTimeout    = time.Minute
 	maxHeader      = 16 << 10 // bytes
 	shutdownWithin = time.Second
 )
 
-// policy lets the page load from this server alone, and run no script that stands in the HTML.
+// policy permits the page to load files only from this server, and to run no script inside the HTML.
 const policy = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; " +
 	"base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
@@ -50,7 +50,7 @@ const policy = "default-src 'none'; script-src 'self'; style-src 'self'; connect
 type Source interface {
 	// Nodes returns the nodes of all replicas.
 	Nodes(ctx context.Context) *api.NodeList
-	// Statuses returns the status of each replica, this one first. incomplete says which have not answered.
+	// Statuses returns the status of each replica, this replica first. incomplete says which replicas did not answer.
 	Statuses(ctx context.Context) (all []*api.Status, incomplete []string)
 }
 
@@ -121,7 +121,7 @@ func (s *Server) Run(ctx context.Context) error {
 	shutdownCtx, cancel := context.WithTimeout(context.WithoutCancel(ctx), shutdownWithin)
 	defer cancel()
 	if srv.Shutdown(shutdownCtx) != nil {
-		srv.Close() // a browser reads slowly; nothing is lost
+		srv.Close() // a slow browser is cut off, which does no harm
 	}
 	if err = <-served; !errors.Is(err, http.ErrServerClosed) {
 		return fmt.Errorf("serving the status page on %s: %w", at, err)
