@@ -11,16 +11,16 @@
 // A connection belongs to the first kind in this list that fits:
 //
 //  1. An edge's data connection: its ALPN is the protocol of data connections.
-//  2. An edge: its ALPN is h2 alone, as gRPC has it, and the cloud's certificate is valid for its SNI. Other
+//  2. An edge: its ALPN is only h2, as in gRPC, and the cloud's certificate is valid for its SNI. Other
 //     clients that know HTTP/2 also offer HTTP/1.1.
-//  3. A health check: its SNI stands in the cloud's certificate, and not by a wildcard.
+//  3. A health check: the cloud's certificate contains its SNI itself, not only a wildcard for it.
 //  4. A caller: its SNI is the name of a connected node.
-//  5. An edge, or another replica: its ALPN is h2 alone.
+//  5. An edge, or another replica: its ALPN is only h2.
 //  6. A health check: the cloud's certificate is valid for its SNI by a wildcard.
 //  7. A caller, if there is an https front door; otherwise a health check.
 //
-// So a node that has the cloud's name cuts off neither edges nor health checks, and nodes under a wildcard of the
-// certificate have their callers. The https front door gets a caller without SNI, as at a port of its own.
+// So a node with the cloud's name does not cut off edges or health checks. A node whose name a wildcard of the
+// certificate covers still gets its callers. The https front door gets callers without SNI, as at a port of its own.
 //
 // One goroutine owns a connection until its ClientHello has come. The peer is a stranger; this package
 // has places for as many strangers as the modules behind it together. Then the module counts the
@@ -61,7 +61,7 @@ type Config struct {
 
 	DataProtocol string       // the ALPN of edges' data connections
 	Nodes        tunnel.Nodes // the connected nodes, for SNIs
-	// Certificate returns the cloud's certificate; nil: none of its names is known.
+	// Certificate returns the cloud's certificate; nil: the Port does not know the cloud's names.
 	Certificate func() *x509.Certificate
 	HasDoor     bool // there is an https front door
 
@@ -82,7 +82,7 @@ type Port struct {
 	balancers *balancer.Balancers
 	strangers *listen.Strangers // connections whose ClientHello has not come
 
-	tooMany tunnel.Limiter           // of log lines about strangers without a place
+	tooMany tunnel.Limiter           // limits log lines about strangers without a place
 	addr    atomic.Pointer[net.Addr] // nil while the port is closed
 }
 
@@ -197,13 +197,13 @@ func (p *Port) serve(ctx context.Context, c net.Conn) {
 	stranger.Release()
 	switch {
 	case !stop():
-		return // closed
+		return // the connection is closed already
 	case err != nil:
 		p.noHello(c, err)
 		return
 	}
 	if to := p.handover(h); !to.Give(hello.NewConn(socket, c.RemoteAddr(), h, read), handOverTime) {
-		tunnel.Reset(c) // the module stops, or the replica is leaving
+		tunnel.Reset(c) // no module accepts the connection: the module stops, or the replica is leaving
 	}
 }
 
@@ -263,7 +263,8 @@ func (p *Port) handover(h hello.Hello) *listen.Handover {
 	return p.Callers
 }
 
-// isOwn reports whether the cloud's certificate is valid for name, and whether name itself stands in it.
+// isOwn reports whether the cloud's certificate is valid for name, and whether it contains name itself, not only a
+// wildcard.
 func (p *Port) isOwn(name string) (own, exactly bool) {
 	if name == "" {
 		return false, false
