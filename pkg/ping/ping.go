@@ -105,8 +105,8 @@ func (addr) String() string { return name }
 
 // Trip says how long the parts of a ping took.
 type Trip struct {
-	Open time.Duration // from the request to the conn: a round trip, and for a target also the edge's dial
-	Echo time.Duration // a byte to the edge and back on the open conn; 0 for a target
+	Open time.Duration // until the conn was open: a round trip and, for a target, the edge's dial
+	Echo time.Duration // until a few bytes came back from the edge on the open conn; 0 for a target
 }
 
 // ErrOld is the error of an edge that has no module for pings.
@@ -145,8 +145,8 @@ func Node(ctx context.Context, dialer tunnel.Dialer, node tunnel.NodeName) (Trip
 	return trip, nil
 }
 
-// Target measures how long it takes to open a conn to target, host:port, through a node. The edge dials the
-// target, within its list of permitted targets; nothing is sent there.
+// Target measures how long it takes to open a conn to target, host:port, through a node. The edge dials the target if
+// its allow list permits the target, and sends nothing there.
 func Target(ctx context.Context, dialer tunnel.Dialer, node tunnel.NodeName, target string) (Trip, error) {
 	began := time.Now()
 	c, err := dialer.Dial(ctx, tunnel.Request{
