@@ -30,15 +30,15 @@ import (
 
 const (
 	name   = "trace"        // the edge's module, and the category of its opens
-	caller = "tunnel trace" // of the opens, and of the dials of an edge
-	// dialTimeout bounds the dial of an edge. Operators wait a little longer.
+	caller = "tunnel trace" // the caller in the opens of the cloud, and in the dials of an edge
+	// dialTimeout is how long the dial of an edge may take. Operators wait a little longer.
 	dialTimeout = 10 * time.Second
 )
 
 const (
 	maxTarget = 512      // bytes of a target
 	maxReport = 16 << 10 // bytes of a report
-	maxSteps  = 16       // of a report
+	maxSteps  = 16       // steps of a report
 	maxText   = 1 << 10  // bytes of a text
 )
 
@@ -49,7 +49,7 @@ const (
 	StepConnect = "connect" // connect to the target
 )
 
-// Report is the answer of an edge: the steps of the dial in their order. Only the last step can have failed.
+// Report is the answer of an edge: the steps of the dial in order, up to the last step or the first that failed.
 type Report struct {
 	Steps []Step `json:"steps"`
 }
@@ -59,7 +59,7 @@ type Step struct {
 	Step    string  `json:"step"`
 	Text    string  `json:"text"`
 	Seconds float64 `json:"seconds,omitempty"`
-	Code    string  `json:"code,omitempty"` // of the refusal; "": the step has succeeded
+	Code    string  `json:"code,omitempty"` // the code of the refusal; "": the step has succeeded
 }
 
 // TryFunc dials a target and disconnects, as auth.Policy.Try does.
@@ -67,20 +67,20 @@ type TryFunc func(ctx context.Context, addr string) (auth.Tried, error)
 
 // Edge is the edge's module. Its fields are set once.
 type Edge struct {
-	// Budget bounds the dials. Set before the first session.
+	// Budget limits the dials. Set before the first session.
 	Budget tunnel.Budget
 
 	try      TryFunc
 	counters *tunnel.Counters
 	log      *slog.Logger
-	// Lines about traces that have failed; those that were denied have their own.
+	// Limits of log lines: failed for traces that have failed, denied for traces that the policy denied.
 	failed, denied tunnel.Limiter
 }
 
 var _ tunnel.Routed = (*Edge)(nil)
 
-// NewEdge returns the module. It dials by try. The log has what the cloud must not learn, such as the address behind a
-// name that may not be dialled.
+// NewEdge returns the module. It dials by calling try. It writes to log what the cloud must not learn, such as the
+// address behind a name that the policy denies.
 func NewEdge(try TryFunc, counters *tunnel.Counters, log *slog.Logger) *Edge {
 	return &Edge{try: try, counters: counters, log: log}
 }
@@ -145,11 +145,11 @@ func (a *answer) Write(p []byte) (int, error) {
 	if err == nil {
 		_, err = a.w.Write(text)
 	}
-	a.w.CloseWithError(err) // nil: the report is whole
+	a.w.CloseWithError(err) // with a nil err, the reader gets the whole report and then EOF
 	return len(p), nil
 }
 
-// CloseWrite ends the line. A line that is not whole has no report.
+// CloseWrite is called when the cloud has finished writing. If the line is not complete then, there is no report.
 func (a *answer) CloseWrite() error {
 	if a.done {
 		return nil
@@ -199,8 +199,8 @@ func (addr) Network() string { return name }
 // String implements net.Addr.
 func (addr) String() string { return name }
 
-// dial dials the target and disconnects, if the limits of the edge have room at once. It does not wait for room: the
-// conn of the trace, and those of other traces, may take the places that it would wait for.
+// dial dials the target and disconnects. It fails if the limits of the edge have no room at once. It must not wait for
+// room, since conns of traces themselves may have taken the places for which it would wait.
 func (e *Edge) dial(ctx context.Context, target string) (tried auth.Tried, err error) {
 	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
 	defer cancel()
@@ -263,7 +263,7 @@ func (e *Edge) reportOf(ctx context.Context, target string) (r Report) {
 	return r
 }
 
-// counted says how many addresses a name has. A name that may not be dialled tells no number.
+// counted returns a text with the number of addresses of a name. For a name that the policy denies, it tells no number.
 func counted(tried auth.Tried) string {
 	switch {
 	case tried.Permitted == 0:
@@ -280,12 +280,12 @@ var ErrOld = errors.New(
 
 // Traced is the result of a trace.
 type Traced struct {
-	Open   time.Duration // to open the conn to the edge: a round trip through the tunnel
+	Open   time.Duration // the time to open the conn to the edge: a round trip through the tunnel
 	Report Report
 }
 
-// Target asks the edge of a node for the steps of a dial to target, host:port. An error is about the way to the edge:
-// the report says whether the dial has failed.
+// Target asks the edge of a node for the steps of a dial to target, host:port. The report says whether the dial has
+// failed. An error means that Target has got no report from the edge.
 func Target(ctx context.Context, dialer tunnel.Dialer, node tunnel.NodeName, target string) (Traced, error) {
 	began := time.Now()
 	c, err := dialer.Dial(ctx, tunnel.Request{
@@ -316,7 +316,7 @@ func Target(ctx context.Context, dialer tunnel.Dialer, node tunnel.NodeName, tar
 	return traced, nil
 }
 
-// parse returns the report of an edge, which may send anything. Its texts are printable and bounded.
+// parse parses the report of an edge. Since an edge may send anything, parse makes the texts printable and cuts them.
 func parse(text []byte) (Report, error) {
 	var r Report
 	if len(text) > maxReport {
