@@ -6,13 +6,13 @@
 //	defer log.Close()
 //
 // Record never waits for the disk: one goroutine, the writer, takes the events from a queue and writes them in
-// their order. If the disk or the pipe is slower than the events for long, the queue is full, and further events
-// are lost. An event is also lost if it cannot be written. The log says so, and tunnel_audit_lost_total counts
-// lost events. A process that is killed loses the events in the queue.
+// order. If the disk or the pipe is too slow for long, the queue becomes full, and further events are lost. An event
+// is also lost if the writer cannot write it. The log says so, and tunnel_audit_lost_total counts lost events. A
+// process that is killed loses the events in the queue.
 //
-// A line is one write, so several processes may append to one file. file.go opens the file, and opens it again
-// after a rotation. The package does not rotate, compress or sign files. It adds no field: callers see to it that
-// an event has no secret.
+// The writer writes each line by one system call, so several processes may append to one file. file.go opens the file,
+// and opens it again after a rotation. The package does not rotate, compress or sign files. The caller of Record must
+// put no secret into an event.
 package audit
 
 import (
@@ -38,11 +38,11 @@ const Stdout = "stdout"
 
 // Config configures a Log.
 type Config struct {
-	Path   string       // of the file; Stdout: standard output
+	Path   string       // path of the file; Stdout: standard output
 	Stdout io.Writer    // nil: os.Stdout
 	Log    *slog.Logger // for events that are lost
-	// Existing: a missing file is not created, and only a regular file that is no symbolic link is opened. It is
-	// for a command of root: the cloud's user, who is not root, owns the folder and may put anything there.
+	// Existing is true for commands that root runs: Open then creates no file, and opens only a regular file that is not
+	// a symbolic link. The cloud's user, who is not root, owns the folder and could put anything there.
 	Existing bool
 }
 
@@ -51,8 +51,8 @@ type Log struct {
 	// Set once.
 	cfg   Config
 	ended chan struct{} // closed by the writer when it ends
-	// lines is the queue. Record sends under mu; Close closes it under mu. Its capacity bounds the memory that a
-	// stuck disk costs: usual events have half a kilobyte.
+	// lines is the queue. Record sends under mu; Close closes it under mu. Its capacity limits the memory for events
+	// that wait for a stuck disk. A usual event has half a kilobyte.
 	lines chan []byte
 
 	lost    atomic.Uint64
@@ -62,7 +62,7 @@ type Log struct {
 	started bool       // the writer runs, or has ended
 	closed  bool
 
-	// Owned by the writer; by Open, under mu, before the writer runs.
+	// Owned by the writer. Before the writer runs, Open uses it under mu.
 	out output
 }
 
@@ -71,7 +71,7 @@ const (
 	queueLen = 4096
 	// drainTime is how long Close waits for the writer. A pod has 30 s to stop, and conns may use most of it.
 	drainTime = 5 * time.Second
-	// maxText bounds each text of an event, in bytes: a caller chooses paths and names.
+	// maxText is the longest text in an event, in bytes: callers choose paths and names.
 	maxText = 1 << 10
 )
 
@@ -112,8 +112,8 @@ func (l *Log) startLocked() {
 	}
 }
 
-// Close takes no more events, waits until the queue is written, and closes the file. It waits for five seconds at
-// most. The error says how many events it has given up.
+// Close accepts no more events, waits at most five seconds until the queue is written, and closes the file. Its error
+// says how many events are lost.
 func (l *Log) Close() error {
 	l.mu.Lock()
 	if !l.closed {
@@ -131,7 +131,7 @@ func (l *Log) Close() error {
 		return nil
 	case <-timeout.C:
 	}
-	left := len(l.lines) + 1 // the writer has one
+	left := len(l.lines) + 1 // the events in the queue, and the one that the writer is writing
 	l.lost.Add(uint64(left)) //nolint:gosec // a count
 	return fmt.Errorf("%d events of the audit are lost: they could not be written within %v", left, drainTime)
 }
@@ -142,7 +142,7 @@ func (l *Log) Record(e tunnel.Event) {
 		e.Time = time.Now()
 	}
 	e.Time = e.Time.UTC().Truncate(time.Millisecond)
-	e.Seconds = math.Round(e.Seconds*1e6) / 1e6 // the digits behind are noise
+	e.Seconds = math.Round(e.Seconds*1e6) / 1e6 // microseconds are enough
 	for _, text := range []*string{&e.Caller, &e.Remote, &e.Target, &e.Method, &e.Path, &e.By, &e.Err} {
 		*text = bounded(*text)
 	}
@@ -155,7 +155,7 @@ func (l *Log) Record(e tunnel.Event) {
 	}
 }
 
-// queue hands a line to the writer.
+// queue puts a line into the queue for the writer.
 func (l *Log) queue(line []byte) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -17,16 +17,16 @@ const lookEvery = time.Second
 
 // output is where the lines go. One goroutine owns it.
 //
-// A file that was renamed or removed is opened again by its name, at the first event that comes a second after the
-// last look. logrotate therefore needs no signal. The new file is opened before the old one is left: if that
-// fails, the lines go on into the old file, and the log says so.
+// If somebody has renamed or removed the file, output opens a file at the path again. It looks at most once a second,
+// when it writes an event. So logrotate needs to send no signal. output opens the new file before it closes the old
+// one. If opening fails, it writes further lines to the old file, and logs the failure.
 type output struct {
 	cfg     Config          // set once
 	failing *tunnel.Repeats // limits the lines of the log about this output; set once
 
 	file   *os.File  // nil: standard output, or not open
 	looked time.Time // when the path was compared with file
-	torn   bool      // the last line was written in part
+	torn   bool      // only a part of the last line was written
 }
 
 // open opens the file if it is not open.
@@ -44,7 +44,7 @@ func (o *output) open() error {
 
 // openFile opens the file of cfg, to append to it.
 func openFile(cfg Config) (*os.File, error) {
-	// Without O_NONBLOCK the open of a FIFO waits for a reader. It changes nothing for a regular file.
+	// Without O_NONBLOCK, opening a FIFO would wait for a reader. For a regular file, O_NONBLOCK changes nothing.
 	flags := os.O_APPEND | os.O_WRONLY | syscall.O_NONBLOCK
 	if cfg.Existing {
 		flags |= noFollow
@@ -63,14 +63,14 @@ func openFile(cfg Config) (*os.File, error) {
 		f.Close()
 		return nil, err
 	}
-	// A group may read, such as that of a log collector. Windows has no such modes.
+	// The file's group may read it, such as the group of a log collector. Windows has no such modes.
 	if mode := info.Mode(); mode.IsRegular() && mode.Perm()&0o027 != 0 && runtime.GOOS != "windows" {
 		cfg.Log.Warn("other users can read or change the audit file: chmod 600 "+cfg.Path, "mode", mode.Perm().String())
 	}
 	return f, nil
 }
 
-// explained adds what to do to an error of an open.
+// explained adds advice to the error of opening a file.
 func explained(err error) error {
 	switch {
 	case errors.Is(err, syscall.ELOOP):
@@ -94,7 +94,7 @@ func (o *output) write(line []byte) error {
 	return o.writeTo(w, line)
 }
 
-// writeTo writes a line to w. The rest of a line that was written in part gets a line of its own.
+// writeTo writes a line to w. If only a part of the last line was written, writeTo begins a new line first.
 func (o *output) writeTo(w io.Writer, line []byte) error {
 	if o.torn {
 		line = append([]byte{'\n'}, line...)
@@ -106,7 +106,7 @@ func (o *output) writeTo(w io.Writer, line []byte) error {
 	return err
 }
 
-// follow opens the file again if the path names another one, or none. A look costs two system calls.
+// follow opens the file again if the path names another file, or no file. Each look costs two system calls.
 func (o *output) follow() {
 	if o.file == nil || time.Since(o.looked) < lookEvery {
 		return
@@ -131,7 +131,7 @@ func (o *output) follow() {
 func (o *output) isCurrent() bool {
 	named, err := os.Stat(o.cfg.Path)
 	if err != nil {
-		return !errors.Is(err, os.ErrNotExist) // what cannot be looked at stays
+		return !errors.Is(err, os.ErrNotExist) // with another error, keep the open file
 	}
 	open, err := o.file.Stat()
 	return err == nil && os.SameFile(named, open)

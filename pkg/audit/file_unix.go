@@ -4,5 +4,5 @@ package audit
 
 import "syscall"
 
-// noFollow is the flag of an open that refuses a symbolic link.
+// noFollow makes open(2) refuse a symbolic link.
 const noFollow = syscall.O_NOFOLLOW

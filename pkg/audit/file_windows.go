@@ -1,4 +1,4 @@
 package audit
 
-// noFollow is nothing on Windows: only an administrator may make a symbolic link there.
+// noFollow is 0: Windows has no such flag, and only an administrator may make a symbolic link.
 const noFollow = 0
