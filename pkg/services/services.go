@@ -1,5 +1,5 @@
-// Package services has what a cloud and its edges share about the Services of the cluster: the items that a cloud sends
-// and their paths, the state that an edge keeps of them, and the choice of endpoints for a node.
+// Package services has what a cloud and its edges share about the Services of the cluster. It has the items that a
+// cloud sends, the state that an edge keeps of them, and the choice of endpoints for a node.
 //
 // The package reads no file, opens no connection, and knows no Kubernetes client. Package hub, in the cloud, gathers
 // items and sends them. Package relay, in the edge, keeps them and serves connections.

@@ -12,7 +12,7 @@ import (
 	pb "tunnel.example/tunnel/pkg/services/servicesv1"
 )
 
-// Whatever an edge sends first, it gets a batch, or the hub says what is wrong.
+// Whatever an edge sends first, the hub answers with a batch, or with an error that says what is wrong.
 func FuzzNext(f *testing.F) {
 	h := newHub(Config{})
 	for i := range 20 {
@@ -46,7 +46,7 @@ func FuzzNext(f *testing.F) {
 	})
 }
 
-// Whatever an edge asks for, it reaches addresses and ports of endpoints alone.
+// Whatever target an edge asks for, it reaches only addresses and ports of endpoints.
 func FuzzTarget(f *testing.F) {
 	h := targetHub(f, Config{Cluster: true})
 	h.Synced()

@@ -127,7 +127,7 @@ func TestWatchAgain(t *testing.T) {
 	}
 }
 
-// Edges that get the same share one batch, also at their start.
+// Edges at one position get the same batch, also at their start.
 func TestBatchesAreShared(t *testing.T) {
 	h := newHub(Config{})
 	largeCluster(t, h)
@@ -339,7 +339,8 @@ func TestChangesDuringASeries(t *testing.T) {
 	e.stop()
 }
 
-// A Node is an edge's from its first session with Services on, until it is without them or the Node is deleted.
+// The edge of a Node counts as serving Services from its first session with Services on. It counts until a session
+// without Services, or until the Node is deleted.
 func TestJoined(t *testing.T) {
 	held := map[tunnel.NodeName]bool{}
 	h := newHub(Config{Serves: func(n tunnel.NodeName) bool { return held[n] }})

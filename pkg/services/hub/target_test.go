@@ -94,7 +94,7 @@ func TestTarget(t *testing.T) {
 	}
 }
 
-// What is gone can be reached no longer, and the log says once that an edge tries.
+// An edge cannot reach a deleted endpoint, and the log says once that an edge tries.
 func TestTargetIsGone(t *testing.T) {
 	var log testkit.Log
 	h := targetHub(t, Config{Log: slog.New(testkit.Handler(&log))})

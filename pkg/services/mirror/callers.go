@@ -14,8 +14,8 @@ const (
 	// maxConns bounds the connections to all ports of twins. Each costs two file descriptors if the cloud itself dials
 	// the endpoint.
 	maxConns = 4096
-	// maxConnsPerAddress bounds the connections of one caller. It also ends a loop: an EndpointSlice may lead the cloud's
-	// own connections back to a port of a twin by an address that MayDial does not know, such as a ClusterIP.
+	// maxConnsPerAddress bounds the connections of one caller. It also ends a loop that MayDial cannot see: an
+	// EndpointSlice may lead the cloud's own connections back to a port of a twin, for example by a ClusterIP.
 	maxConnsPerAddress = 1024
 )
 
@@ -81,8 +81,8 @@ func (m *Mirror) know(replicas []kube.Slice) {
 	m.replicas.Store(&all)
 }
 
-// MayDial refuses the dial to at if ctx belongs to a caller of a twin, and at is a port of a twin: the conn would come
-// back to a replica, again and again. Other callers may dial such a port.
+// MayDial refuses the dial to at if ctx belongs to a caller of a twin, and at is a port of a twin. Otherwise the conn
+// would come back to a replica, again and again. Other callers may dial such a port.
 func (m *Mirror) MayDial(ctx context.Context, at netip.AddrPort) error {
 	replicas := m.replicas.Load()
 	if ctx.Value(callerKey{}) == nil || replicas == nil || at.Port() < m.cfg.First || at.Port() > m.cfg.Last ||

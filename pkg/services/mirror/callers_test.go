@@ -53,7 +53,7 @@ func (r *replica) opened(t *testing.T, port uint16) {
 	testkit.Eventually(t, "the port is open", func() bool { return slices.Contains(r.ports(), port) })
 }
 
-// Connections above the limits are reset. When one has ended, another one has its place.
+// Connections above the limits are reset. When a connection has ended, a new one gets its place.
 func TestTooManyCallers(t *testing.T) {
 	a := newAPIServer(t)
 	a.replicas("10.0.0.1")
@@ -165,7 +165,8 @@ func TestLoopEnds(t *testing.T) {
 	}
 }
 
-// A caller of a twin reaches no port of a twin at a replica. It reaches other ports of a replica, and others reach all.
+// A caller of a twin reaches no port of a twin at a replica, but other ports of the replica. Other callers reach all
+// ports.
 func TestMayDial(t *testing.T) {
 	a := newAPIServer(t)
 	a.replicas("10.0.0.1", "10.0.0.2")

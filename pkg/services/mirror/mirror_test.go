@@ -364,7 +364,7 @@ func TestTwinGoes(t *testing.T) {
 	})
 }
 
-// A Service that this cloud has not made is never touched.
+// The cloud never changes a Service that it has not made.
 func TestForeignService(t *testing.T) {
 	const plain = `{"spec": {"type": "ClusterIP", "clusterIP": "10.96.0.9", "ports": [{"port": 1}]}}`
 	const others = `{"metadata": {"labels": {"tunnel.example/mirrored-by": "another", "tunnel.example/mirror-of": "api"},
@@ -393,7 +393,7 @@ func TestForeignService(t *testing.T) {
 	a.target("shop", "web-tunnel", 81)
 }
 
-// An EndpointSlice that this cloud has not made is never touched. The log names it, and not the Service.
+// The cloud never changes an EndpointSlice that it has not made. The log names the EndpointSlice, and not the Service.
 func TestForeignSlice(t *testing.T) {
 	a := newAPIServer(t)
 	a.replicas("10.0.0.1")
@@ -415,7 +415,7 @@ func TestForeignSlice(t *testing.T) {
 	})
 }
 
-// A replica that is gone leaves the EndpointSlices. Another leader goes on, with the same ports.
+// The addresses of a stopped replica leave the EndpointSlices. Another leader continues, with the same ports.
 func TestReplicaLeaves(t *testing.T) {
 	a := newAPIServer(t)
 	a.replicas("10.0.0.1", "10.0.0.2")

@@ -172,7 +172,7 @@ func TestExplainFull(t *testing.T) {
 	}
 }
 
-// An operator sees changes as they come. One who reads too slowly is told how many were lost.
+// An operator sees changes as they come. An operator who reads too slowly is told how many lines were lost.
 func TestWatchChanges(t *testing.T) {
 	r, srv := known(t, shop(t))
 	ctx, cancel := context.WithCancel(t.Context())

@@ -10,7 +10,7 @@ import (
 	"time"
 )
 
-// A listener or a socket that is broken ends the relay: nobody would serve what the kernel redirects to it.
+// A broken listener or socket ends the relay, because the kernel would still redirect connections to it.
 func TestBrokenListener(t *testing.T) {
 	for name, breaks := range map[string]func(d *door) error{
 		"TCP": func(d *door) error {
@@ -69,7 +69,7 @@ type brokenDNS struct {
 
 func (b brokenDNS) Serve(context.Context, *net.UDPConn, net.Listener) error { return b.serve() }
 
-// panicking is a kernel that does not stand what the cloud says.
+// panicking is a kernel that panics when the relay writes rules.
 type panicking struct{ *fake }
 
 func (p panicking) change(before, after rules) error {
@@ -79,7 +79,7 @@ func (p panicking) change(before, after rules) error {
 	return p.fake.change(before, after)
 }
 
-// What nobody can mend by trying again ends Run with an error, and a panic does not end the process on the spot. The
+// A failure that a further attempt cannot mend ends Run with an error. A panic does not end the process at once. The
 // kernel redirects nothing more.
 func TestRunFails(t *testing.T) {
 	for name, c := range map[string]struct {

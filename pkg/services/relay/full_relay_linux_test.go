@@ -21,7 +21,8 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// Beside kube-proxy, a Service with endpoints here and elsewhere leads to those here, without the relay.
+// Beside kube-proxy, connections to a Service with endpoints on this node and elsewhere go to the endpoints on this
+// node, without the relay.
 func TestMixed(t *testing.T) {
 	if !testkit.InOwnNetwork(t) {
 		return
@@ -107,8 +108,8 @@ func fullRelay(t *testing.T, c *cloud) *Relay {
 	}, &linux{full: true})
 }
 
-// In place of kube-proxy, the edge relays Services without endpoints here: at ClusterIPs, at node ports, and for UDP.
-// At its end, endpoints here still answer, and others are refused.
+// In place of kube-proxy, the edge relays Services whose endpoints are all elsewhere: at ClusterIPs, at node ports, and
+// for UDP. After its end, endpoints on this node still answer, and connections to other endpoints are refused.
 func TestFullFar(t *testing.T) {
 	if !testkit.InOwnNetwork(t) {
 		return
@@ -253,7 +254,7 @@ func TestFullBesideKubeProxy(t *testing.T) {
 	})
 }
 
-// Only what says that there are no such rules is taken for it.
+// If the file with the tables' names is missing, there are no rules. Any other error to read it is an error.
 func TestLegacyTablesCannotBeRead(t *testing.T) {
 	l := legacy4()
 	l.tables = filepath.Join(t.TempDir(), "missing")
@@ -266,7 +267,7 @@ func TestLegacyTablesCannotBeRead(t *testing.T) {
 	}
 }
 
-// What the kernel says of iptables-legacy is read without making it make a table.
+// The edge reads the tables of iptables-legacy without making the kernel create a table.
 func TestLegacyTables(t *testing.T) {
 	if !testkit.InOwnNetwork(t) {
 		return

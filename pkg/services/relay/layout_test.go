@@ -15,7 +15,7 @@ import (
 	pb "tunnel.example/tunnel/pkg/services/servicesv1"
 )
 
-// table is what a kernel would have of a layout, with a packet's way through it.
+// table is a model of the kernel's table: it applies steps, and follows a packet through sets and chains.
 type table map[tableKey]element
 
 type tableKey struct {
@@ -156,8 +156,8 @@ func (k table) way(at address, from string) (how string, ends []netip.AddrPort) 
 	return wayNowhere, nil
 }
 
-// wanted is what Kubernetes wants for a packet, by services.Choose. Of the endpoints that it permits, those that the
-// node reaches by itself come first, then the tunnel.
+// wanted returns where Kubernetes wants a packet to go, by services.Choose. Among the permitted endpoints, those that
+// the node reaches by itself come first, and then those that the tunnel reaches.
 func wanted(n planner, s *services.State, f frontend, from string) (how string, ends []netip.AddrPort) {
 	c := services.Choose(f.service, f.port, f.at.Addr(), s.Endpoints(f.path), services.Self{Node: n.node})
 	list, masquerade := c.Cluster, f.external

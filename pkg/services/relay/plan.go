@@ -10,8 +10,8 @@ import (
 	pb "tunnel.example/tunnel/pkg/services/servicesv1"
 )
 
-// The relay's own addresses, on loopback. The IPv4 one is link-local, so that no network of a site has it; the
-// IPv6 one is of a random network of unique local addresses (RFC 4193): fd74:756e:6e65:6c is fd and "tunnel".
+// The relay's own addresses, on loopback. The IPv4 address is link-local, so that no network of a site has it. The IPv6
+// address is of a random network of unique local addresses (RFC 4193): fd74:756e:6e65:6c is fd and "tunnel".
 var (
 	addr4 = netip.MustParseAddr(services.RelayAddress)  //nolint:gochecknoglobals // a constant
 	addr6 = netip.MustParseAddr("fd74:756e:6e65:6c::1") //nolint:gochecknoglobals // a constant

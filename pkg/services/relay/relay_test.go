@@ -65,7 +65,8 @@ func TestStateFromTheCloud(t *testing.T) {
 	}
 }
 
-// What a node redirects: ports of Services with endpoints that it does not reach by itself, if there is a way to any.
+// A node redirects the ports of Services that have an endpoint out of its own reach, if the node or the tunnel reaches
+// an endpoint.
 func TestPlan(t *testing.T) {
 	direct := []netip.Prefix{netip.MustParsePrefix("10.88.2.0/24")}
 	type parts struct {
@@ -391,7 +392,7 @@ func TestPlanMappedAddress(t *testing.T) {
 	}
 }
 
-// What another program has removed is written again, and what fails is tried again.
+// The relay writes rules again that another program has removed, and tries again what has failed.
 func TestKernelIsMended(t *testing.T) {
 	k, c := &fake{broken: errors.New("no rights")}, newCloud()
 	r, log := newTestRelay(t, k, c)
@@ -518,7 +519,8 @@ func TestNotRedirected(t *testing.T) {
 	}
 }
 
-// at1 adds a Node edge1 with a network of pods to changes. All of its addresses are containers of the machine.
+// at1 adds a Node edge1 with a network of pods to changes. All addresses of that network lead to containers of the
+// machine.
 func at1(t testing.TB, r *Relay, changes *pb.Changes) {
 	changes.Set = append(changes.Set,
 		item(t, services.NodePath("edge1"), &services.Node{Edge: true, PodCidrs: []string{"10.88.1.0/24"}}))

@@ -270,12 +270,12 @@ func newTestRelay(t testing.TB, k kernel, c *cloud) (*Relay, *testkit.Log) {
 	}, k), lines
 }
 
-// failing returns what a door calls when it is broken. The test then fails.
+// failing returns the function that a door calls when its listener breaks. The function makes the test fail.
 func failing(t *testing.T) context.CancelCauseFunc {
 	return func(err error) { t.Errorf("the door is broken: %v", err) }
 }
 
-// again returns a relay with the configuration and the file of another one.
+// again returns a new relay with the configuration and the file of an earlier relay.
 func again(r *Relay, k kernel, c *cloud) *Relay {
 	cfg := r.cfg
 	cfg.Watch, cfg.Reach = c.watch, c.Reach
