@@ -30,7 +30,7 @@ type Served string
 // The values of Served.
 const (
 	ServedKubeProxy Served = "kube-proxy" // the edge leaves the port to kube-proxy
-	ServedRules     Served = "rules"      // the edge's rules in the kernel lead to endpoints that this node reaches by itself
+	ServedRules     Served = "rules"      // the edge's rules in the kernel: they lead to endpoints that the node reaches directly
 	ServedRelay     Served = "relay"      // the edge, through the tunnel
 	ServedNobody    Served = "nobody"     // no endpoint may be used: the kernel refuses or drops connections
 )
