@@ -30,7 +30,7 @@ type Served string
 // The values of Served.
 const (
 	ServedKubeProxy Served = "kube-proxy" // the edge leaves the port to kube-proxy
-	ServedRules     Served = "rules"      // the edge's rules in the kernel: they lead to endpoints that the node reaches directly
+	ServedRules     Served = "rules"      // rules of the edge in the kernel, which lead to direct endpoints
 	ServedRelay     Served = "relay"      // the edge, through the tunnel
 	ServedNobody    Served = "nobody"     // no endpoint may be used: the kernel refuses or drops connections
 )
