@@ -34,8 +34,8 @@ func (a *askFlags) register(cmd *cobra.Command, names ...string) {
 // daemonSocket is the admin socket of a daemon.
 type daemonSocket struct{ mode, path string }
 
-// noSocketError is why a command does not know which socket to ask. It says nothing about what a daemon would make of
-// the configuration.
+// noSocketError is the error of a command that cannot find out the admin socket. It does not mean that the
+// configuration is wrong for a daemon.
 type noSocketError struct{ error }
 
 // sockets returns the admin sockets of the daemons that the flags name. It never returns an empty list without
@@ -95,10 +95,10 @@ func (a *askFlags) cloud() (*api.Client, error) {
 	return nil, configError(errors.New("this file configures an edge: run this on the cloud, or give the cloud's file"))
 }
 
-// askTimeout bounds a request to a daemon of this machine, in which it may ask other replicas.
+// askTimeout is how long a request to a daemon of this machine may take. The daemon may ask other replicas meanwhile.
 const askTimeout = 10 * time.Second
 
-// completeTimeout bounds a completion: a person waits for the shell.
+// completeTimeout is how long a completion may take: a person waits for the shell.
 const completeTimeout = 2 * time.Second
 
 // nodeNames completes names of nodes. It asks the cloud.
@@ -138,7 +138,7 @@ func (a *askFlags) firstNode(
 type outputFlag struct {
 	form  string
 	forms []string
-	wrote bool // a document: in YAML, "---" stands before the next one
+	wrote bool // a document was written, so in YAML "---" comes before the next one
 }
 
 // register adds the flag to a command. The first of forms is the default.
@@ -151,7 +151,7 @@ func (o *outputFlag) register(cmd *cobra.Command, forms ...string) {
 	}
 }
 
-// check returns an error for a form that the command has not.
+// check returns an error if the command does not have the form of the flag.
 func (o *outputFlag) check() error {
 	if !slices.Contains(o.forms, o.form) {
 		return &exitError{exitUsage, fmt.Errorf("-o is one of %s, not %q", strings.Join(o.forms, ", "), o.form)}
@@ -159,13 +159,13 @@ func (o *outputFlag) check() error {
 	return nil
 }
 
-// encode writes v if the form is one for programs. It reports whether it is.
+// encode writes v if the form of the flag is for programs (JSON or YAML). It returns false if the form is for people.
 func (o *outputFlag) encode(w io.Writer, v any) (bool, error) { return o.write(w, v, "  ") }
 
 // encodeLine is encode with JSON on one line, for commands that write one value after another.
 func (o *outputFlag) encodeLine(w io.Writer, v any) (bool, error) { return o.write(w, v, "") }
 
-// write writes v as a document of its own. indent is that of JSON; empty: one line.
+// write writes v as a document. indent is the indentation of JSON; "": JSON on one line.
 func (o *outputFlag) write(w io.Writer, v any, indent string) (bool, error) {
 	var text bytes.Buffer
 	switch o.form {

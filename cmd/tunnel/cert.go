@@ -172,10 +172,10 @@ func renewNodes(cmd *cobra.Command, ask *askFlags, output *outputFlag, names []s
 	return nil
 }
 
-// renewTimeout bounds the renewal of an edge's own certificate: Kubernetes may sign it.
+// renewTimeout is how long the renewal of an edge's certificate may take: Kubernetes may sign it.
 const renewTimeout = time.Minute
 
-// renewOwn has the edge of this machine renew its certificate.
+// renewOwn makes the edge of this machine renew its certificate.
 func renewOwn(cmd *cobra.Command, ask *askFlags, output *outputFlag) error {
 	sockets, err := ask.sockets()
 	if err != nil {
@@ -194,7 +194,7 @@ func renewOwn(cmd *cobra.Command, ask *askFlags, output *outputFlag) error {
 	return printCertificates(cmd.OutOrStdout(), list, output)
 }
 
-// onlyEnding removes every certificate that ends after limit. It returns how many stay.
+// onlyEnding removes from the list every certificate that ends after limit. It returns how many are left.
 func onlyEnding(list *api.CertificateList, limit time.Time) (stay int) {
 	later := func(c api.Certificate) bool { return c.Ends.After(limit) }
 	for i := range list.Processes {

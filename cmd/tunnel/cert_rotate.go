@@ -76,7 +76,7 @@ Exit codes: 0 done; 1 failed; 3 the configuration has no CA to replace; 5 nodes 
 	return cmd
 }
 
-// rotationView asks the cloud what its replicas and nodes have.
+// rotationView asks the cloud which CAs and certificates its replicas and nodes have.
 func rotationView(ctx context.Context, ask *askFlags) (*setup.RotationView, error) {
 	client, err := ask.cloud()
 	if err != nil {
@@ -103,7 +103,7 @@ func rotationView(ctx context.Context, ask *askFlags) (*setup.RotationView, erro
 		view.Replicas = append(view.Replicas, r)
 	}
 	for _, n := range list.Nodes {
-		if n.Ends.After(list.Time) { // else the node must join again anyway
+		if n.Ends.After(list.Time) { // a node whose certificate has expired must join again anyway
 			view.Nodes = append(view.Nodes, setup.RotationNode{
 				Name: n.Node, Trusts: n.Trusts, Signer: n.Signer,
 			})

@@ -44,7 +44,7 @@ func describeCA(c *x509.Certificate) api.Certificate {
 	return out
 }
 
-// tell returns what edges are told with each certificate.
+// tell returns what the cloud tells edges with each certificate.
 func (w *cloudWiring) tell() auth.TellEdges {
 	var t auth.TellEdges
 	if servers := w.doors.servers.Load(); servers != nil {
@@ -66,7 +66,7 @@ func (w *cloudWiring) tell() auth.TellEdges {
 	return t
 }
 
-// trusts records in the inventory by which CAs a node verifies the cloud. cas are ids of CAs.
+// trusts records in the inventory by which CAs a node verifies the cloud. cas are values of auth.CAID.
 func (w *cloudWiring) trusts(node tunnel.NodeName, cas []string) {
 	if w.inventory != nil {
 		w.inventory.Trusts(node, cas)
@@ -118,7 +118,7 @@ func (w *edgeWiring) held() api.Held {
 	return h
 }
 
-// toldFile is the file with what an edge has taken from its cloud, beside the certificate.
+// toldFile returns the path of the file in which an edge keeps what it has accepted from its cloud: auth.Told.
 func toldFile(e *conf.Edge) string { return filepath.Join(filepath.Dir(e.NodeCert), setup.ToldFile) }
 
 // trusts returns the CAs by which this edge verifies the cloud.
@@ -127,7 +127,7 @@ func (w *edgeWiring) trusts() []string {
 		return w.told.IDs()
 	}
 	var ids []string
-	cas, _ := readCAs(w.conf.CA) // on an error the cloud does not know it
+	cas, _ := readCAs(w.conf.CA) // after an error, the edge tells the cloud no CAs
 	for _, ca := range cas {
 		ids = append(ids, ca.ID)
 	}
@@ -156,8 +156,8 @@ func (w *edgeWiring) take(told auth.TellEdges, chain []*x509.Certificate) {
 	}
 }
 
-// preferTold has the dialer try the addresses that the cloud has told before those of the configuration; if the cloud
-// has taken them back, behind those.
+// preferTold makes the dialer try the addresses that the cloud has told before the addresses of the configuration. If
+// the cloud has withdrawn its addresses, the dialer tries them last.
 func preferTold(d *dial.Dialer, told *auth.Told) {
 	servers, takenBack := told.Servers()
 	d.Prefer(parseServers(servers), takenBack)
@@ -172,7 +172,7 @@ func toldServers(told *auth.Told) []dial.Server {
 // parseServers parses the addresses of a Told.
 func parseServers(texts []string) (all []dial.Server) {
 	for _, text := range texts {
-		if s, err := dial.ParseServer(text); err == nil { // else unreachable: Told has checked it
+		if s, err := dial.ParseServer(text); err == nil { // there is never an error, since Told has checked the address
 			all = append(all, s)
 		}
 	}

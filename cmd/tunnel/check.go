@@ -85,7 +85,7 @@ func (f *checkFlags) run(cmd *cobra.Command) error {
 	}
 	ctx, out := cmd.Context(), cmd.OutOrStdout()
 	began := time.Now()
-	var printer func(check.Line) // prints each line when it is known, unless there may be another round
+	var printer func(check.Line) // prints each line at once; nil: all lines are printed at the end
 	if f.wait == 0 && f.output.form == "text" {
 		printer = linePrinter(out)
 	}
@@ -99,7 +99,7 @@ func (f *checkFlags) run(cmd *cobra.Command) error {
 		}
 		select {
 		case <-time.After(waitInterval):
-			if next := f.round(waiting, files, nil); waiting.Err() == nil { // else the round was cut off
+			if next := f.round(waiting, files, nil); waiting.Err() == nil { // ignore a round that the end of --wait cut off
 				lines = next
 			}
 		case <-waiting.Done():
@@ -152,7 +152,7 @@ func (f *checkFlags) round(ctx context.Context, files []string, tell func(check.
 	return lines
 }
 
-// list returns the checks of a file. A file with problems has no other checks: they would look at the wrong things.
+// list returns the checks of a file. If the file has problems, the list has only these: other checks would mislead.
 func (f *checkFlags) list(file string) []check.Check {
 	const group = "configuration"
 	log := slog.New(slog.DiscardHandler)
@@ -171,7 +171,7 @@ func (f *checkFlags) list(file string) []check.Check {
 		for _, w := range checked.Warnings {
 			list = append(list, check.Found(group, mode, check.Warn("change the key that the text names", "%s", w)))
 		}
-		checked.Warnings = nil // they are about both modes
+		checked.Warnings = nil // show them once: each mode has the warnings of both modes
 		list = append(list, others...)
 	}
 	if checked.Cloud != nil {

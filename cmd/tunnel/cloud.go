@@ -75,7 +75,7 @@ func runCloud(ctx context.Context, file string, log *slog.Logger, level *slog.Le
 	}
 	w.level = level
 	if w.cluster.client != nil {
-		klog.SetSlogLogger(log) // client-go logs there; not in newCloud, which a reload calls as a check
+		klog.SetSlogLogger(log) // client-go logs by klog; not set in newCloud, since a reload calls newCloud as a check
 	}
 	ctx, stop := context.WithCancel(ctx)
 	defer stop()
@@ -100,36 +100,37 @@ type cloudWiring struct {
 	counters  *tunnel.Counters
 	directory *tunnel.Directory
 	files     *reload.Files
-	pair      *reload.Pair // of [mode.cloud.stream.server]
+	pair      *reload.Pair // cert and key of [mode.cloud.stream.server]
 	cluster   cluster
 	gate      *auth.Gate
 	issuer    stream.Issuer // nil: the cloud makes no certificates
 	// certificate is shown on grpcport, on the one port, and on agentport.
 	certificate func(*tls.ClientHelloInfo) (*tls.Certificate, error)
-	grpc        *tls.Config      // of grpcport
+	grpc        *tls.Config      // TLS of grpcport
 	peers       *peers.Peers     // the other replicas; nil: none
-	relayed     *tunnel.Counters // what is relayed to and from peers; nil without peers
+	relayed     *tunnel.Counters // counts conns that are relayed to and from peers; nil without peers
 	reach       everywhere
-	inventory   *inventory.Inventory // nil: nothing remembers nodes
-	port        *oneport.Port        // nil: none
+	inventory   *inventory.Inventory // nil: the cloud does not remember nodes
+	port        *oneport.Port        // the one port; nil: the cloud has none
 	server      *stream.Server
-	services    *hub.Hub // what edges are told of the cluster's Services; nil: nothing
-	// anyEndpoint permits every address but those of metadata services. It dials endpoints that are on no edge node.
+	services    *hub.Hub // tells edges the cluster's Services; nil: off
+	// anyEndpoint dials endpoints that are on no edge node. It permits all addresses except those of metadata services.
 	anyEndpoint *auth.Policy
-	// mayDial refuses endpoints to callers of the mirror; nil: there is no mirror.
+	// mayDial returns an error if callers of [mode.cloud.services.mirror] may not dial an endpoint; nil: there is no
+	// mirror.
 	mayDial   func(ctx context.Context, at netip.AddrPort) error
-	datagrams *udp.Edge     // sends datagrams to these endpoints
-	udp       *udp.Counters // of the front door, and of datagrams
+	datagrams *udp.Edge     // sends datagrams to endpoints that are on no edge node
+	udp       *udp.Counters // counts for the udp front door and for datagrams
 
-	collectors []prometheus.Collector // of the modules
-	trail      tunnel.Trail           // of the audit and of refusals, for all but front doors; nil: off
+	collectors []prometheus.Collector // the metrics of the modules
+	trail      tunnel.Trail           // takes events of modules other than front doors; nil: off
 	tap        *tap.Hub               // shows conns to operators who watch
 	tracer     *tunnel.Tracer         // makes spans of conns; nil: off
-	refusals   *tunnel.Refusals       // that the status page shows; nil: there is no page
+	refusals   *tunnel.Refusals       // keeps refusals for the status page; nil: there is no page
 	doors      cloudDoors
 }
 
-// everywhere reaches nodes through this replica, and through it the other replicas.
+// everywhere reaches all nodes: those of this replica, and those of other replicas through this one.
 type everywhere interface {
 	tunnel.Dialer
 	egress.Claims

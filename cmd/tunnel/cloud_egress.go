@@ -111,7 +111,7 @@ func egressCallers(c conf.Egress, names func() []string, files *reload.Files) (*
 	if err != nil {
 		return nil, err
 	}
-	now := func() *tls.Config { // with the files as they are now
+	now := func() *tls.Config { // uses the present content of the files
 		return &tls.Config{
 			MinVersion: tls.VersionTLS12, GetCertificate: pair.GetCertificate,
 			ClientAuth: tls.RequireAndVerifyClientCert, ClientCAs: pool.Pool(),

@@ -55,12 +55,12 @@ func newCluster(c *conf.Cloud, log *slog.Logger) (k cluster, err error) {
 	if c.Egress.AsksKubernetes() {
 		k.reaches = k.client.Reaches(log)
 	}
-	if c.AsksKubernetes() && c.HTTPS.MayAskKubernetes() { // an inventory changes nothing at the front door
+	if c.AsksKubernetes() && c.HTTPS.MayAskKubernetes() { // false if only the inventory uses Kubernetes
 		k.pods = k.client.Pods(log)
 	}
 	switch {
 	case c.Join.AnyNode:
-	// Asking for pods or Services alone does not change who may join, nor does an inventory.
+	// If the cloud uses Kubernetes only for pods, Services or the inventory, any node may join.
 	case k.names == nil && k.reaches == nil && !c.Join.AsksKubernetes():
 	case k.names != nil && c.DNS.NodeSelector == "":
 		k.joining = k.names
@@ -157,7 +157,7 @@ func (w *cloudWiring) knows(node tunnel.NodeName) bool {
 	return w.reach.Holds(node) || w.inventory != nil && (!w.inventory.Known() || w.inventory.Has(node))
 }
 
-// newIssuer returns who makes certificates for nodes, or nil if nobody does.
+// newIssuer returns the Issuer that makes certificates for nodes; nil: this cloud makes none.
 func (w *cloudWiring) newIssuer() (stream.Issuer, error) {
 	c := w.conf.Join
 	switch {
@@ -176,7 +176,7 @@ func (w *cloudWiring) newIssuer() (stream.Issuer, error) {
 // defaultAudience is the audience of the ServiceAccount tokens that a cloud accepts.
 const defaultAudience = "tunnel"
 
-// reviewer has Kubernetes review ServiceAccount tokens.
+// reviewer asks Kubernetes to review ServiceAccount tokens.
 type reviewer struct {
 	client   *kube.Client
 	audience string

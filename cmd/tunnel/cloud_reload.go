@@ -83,8 +83,8 @@ func (r *cloudReloader) readFile() (*candidate, error) {
 // candidate checks c as far as only its modules can.
 func (r *cloudReloader) candidate(c *conf.Cloud) (*candidate, error) {
 	check, told := *c, new(warnings)
-	check.Inventory = ""                                        // what a cloud remembers is no part of its configuration
-	if _, err := newCloud(&check, slog.New(told)); err != nil { // it opens nothing
+	check.Inventory = ""                                        // newCloud must not read the inventory for a check
+	if _, err := newCloud(&check, slog.New(told)); err != nil { // newCloud opens no listener
 		return nil, err
 	}
 	return &candidate{
@@ -96,7 +96,7 @@ func (r *cloudReloader) candidate(c *conf.Cloud) (*candidate, error) {
 	}, nil
 }
 
-// prepare readies the front doors for what c says of them.
+// prepare prepares the changes of the front doors to the configuration c.
 func (d *cloudDoors) prepare(ctx context.Context, c *conf.Cloud) (tunnel.PreparedAll, error) {
 	var strategies []egress.Strategy
 	for _, s := range c.Egress.Strategies {

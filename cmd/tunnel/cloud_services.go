@@ -37,7 +37,7 @@ func (w *cloudWiring) newServices() error {
 	w.services = hub.New(cfg)
 	var err error
 	w.anyEndpoint, err = auth.ParsePolicy([]string{"0.0.0.0/0:*", "[::/0]:*"})
-	// It does not run as a module: the end of the sessions ends its conns.
+	// datagrams does not run as a module: when sessions end, its conns end, too.
 	w.datagrams = udp.NewEdge(w.anyEndpoint, udp.EdgeConfig{
 		Counters: w.udp, Core: w.counters, Log: w.log.With("module", "services"), OneTarget: true,
 	})
@@ -55,7 +55,7 @@ func (w *cloudWiring) addServices() {
 	w.collectors = append(w.collectors, w.services.Collector())
 }
 
-// serveServices has the server of sessions answer edges that watch Services or connect to endpoints, if the
+// serveServices makes the server of sessions answer edges that watch Services or connect to endpoints, if the
 // configuration has [mode.cloud.services].
 func (w *cloudWiring) serveServices(config *stream.ServerConfig) {
 	if w.services == nil {
@@ -154,7 +154,7 @@ func (j joinedNodes) Run(ctx context.Context) error {
 	}
 	known := false
 	for {
-		if !known && j.inventory != nil { // else edges would be told of every node that comes back
+		if !known && j.inventory != nil { // without this, the cloud would tell edges of every node that comes back
 			known = j.nodesKnown()
 			for _, node := range j.inventory.ServeServices() {
 				j.services.Joined(node)

@@ -28,7 +28,7 @@ type daemon struct {
 	log       *slog.Logger
 	routes    []string        // message types, for the start-up line
 	modules   []tunnel.Module // in the order in which they start
-	checks    []admin.Check   // of /readyz
+	checks    []admin.Check   // the checks of /readyz
 	listeners []string        // for the start-up line
 	health    *admin.Server   // nil without a logport
 	public    *admin.Server   // health on the one port; nil without one
@@ -41,10 +41,10 @@ type daemon struct {
 	live      func() []*tunnel.Session // sessions; nil: not known
 	site      sharedSite               // nil: other edges do not connect here
 	handlers  map[string]http.Handler  // further paths of socket, by their pattern
-	place                              // of this process, see restart.go
-	drained   atomic.Bool              // by tunnel drain
-	outlived  atomic.Bool              // the process before this one has ended, see place
-	// expect waits until the edges have moved here from another process; nil: there is nothing to wait for.
+	place                              // the old and the new process around this one, see restart.go
+	drained   atomic.Bool              // tunnel drain has drained this process
+	outlived  atomic.Bool              // the old process has ended, see place
+	// expect waits until the edges have moved from the old process to this one; nil: there is nothing to wait for.
 	expect func(ctx context.Context, nodes []tunnel.NodeName)
 	// endRestart ends a restart that is under way, when this process stops; nil: nothing to do.
 	endRestart func()
@@ -52,9 +52,9 @@ type daemon struct {
 	leave func(ctx context.Context)
 	about []any    // more keys and values for the start-up line
 	hints []string // what an operator could improve; logged at the start
-	// congestion is of the connections between edges and clouds.
+	// congestion sets the congestion control of the connections between edges and clouds.
 	congestion *stream.Congestion
-	// multipath dials the cloud, in an edge; nil: a net.Dialer does.
+	// multipath dials the cloud in an edge with Multipath TCP; nil: a net.Dialer dials.
 	multipath *multipath.Endpoints
 }
 
@@ -75,7 +75,7 @@ func (d *daemon) showCongestion() {
 }
 
 // add appends a module. The module has a line in /readyz if ready is not nil, or if it has a
-// method Note or Status (admin.Check). It has none while its method Idle returns true.
+// method Note or Status (admin.Check). While its method Idle returns true, it has no line.
 func (d *daemon) add(m tunnel.Module, ready func() error, listeners ...string) {
 	d.modules = append(d.modules, m)
 	check := admin.Check{Name: m.Name(), Ready: ready}
@@ -98,8 +98,8 @@ func (d *daemon) add(m tunnel.Module, ready func() error, listeners ...string) {
 	}
 }
 
-// addWriter is add for a module that writes files, or anything else that two processes must not write at once. The
-// module runs when this process serves.
+// addWriter is add for a module that writes files, or something else that two processes must not write at once. The
+// module runs only while this process serves.
 func (d *daemon) addWriter(m tunnel.Module) {
 	d.add(m, nil)
 	d.modules[len(d.modules)-1] = later{m, d.sockets}
@@ -107,7 +107,7 @@ func (d *daemon) addWriter(m tunnel.Module) {
 
 // shown says what health and metrics show, and where the daemon serves them.
 type shown struct {
-	port       int    // of all interfaces; 0: none
+	port       int    // TCP port on all interfaces; 0: none
 	socket     string // unix socket for operators; "": none
 	conns      int    // most connections at once on port; 0: the default
 	counters   *tunnel.Counters
@@ -268,8 +268,8 @@ func (d *daemon) closeSpans() {
 // Between two looks at the checks, untilReady waits for at least readyMin and at most readyMax.
 const readyMin, readyMax = 10 * time.Millisecond, time.Second
 
-// becomeReady waits until every check of /readyz passes: all ports are open, and an edge has a session. Then it takes
-// over from the process before, if there is one.
+// becomeReady waits until every check of /readyz passes: all ports are open, and an edge has a session. If there is an
+// old process, becomeReady then takes over from it.
 func (d *daemon) becomeReady(ctx context.Context) error {
 	start := time.Now()
 	if err := d.takeOver(ctx); err != nil {
@@ -284,7 +284,7 @@ func (d *daemon) becomeReady(ctx context.Context) error {
 	return nil
 }
 
-// untilReady waits until every check of /readyz passes. When ctx is done, it returns why one does not.
+// untilReady waits until every check of /readyz passes. When ctx is done, it returns why a check fails.
 func (d *daemon) untilReady(ctx context.Context) error {
 	for wait := readyMin; ; wait = min(2*wait, readyMax) {
 		err := d.notReady()
@@ -299,7 +299,7 @@ func (d *daemon) untilReady(ctx context.Context) error {
 	}
 }
 
-// notReady returns why /readyz fails; nil: it does not.
+// notReady returns why /readyz fails; nil: /readyz passes.
 func (d *daemon) notReady() error {
 	for _, c := range d.checks {
 		if c.Ready == nil || c.Off != nil && c.Off() {

@@ -113,7 +113,7 @@ func collectDiag(ctx context.Context, w io.Writer, ask *askFlags) (missing []str
 		d.addDaemon(ctx, cmp.Or(s.mode, "daemon"), s.path)
 	}
 	files, err := ask.config.files()
-	if err != nil { // --socket is enough
+	if err != nil { // with --socket, the archive needs no configuration files
 		files = nil
 	}
 	for _, path := range files {
@@ -148,7 +148,7 @@ func (d *diag) add(name string, text []byte, err error) {
 	d.failed = cmp.Or(d.failed, err)
 }
 
-// diagTime bounds each question to a daemon.
+// diagTime is how long each request to a daemon may take.
 const diagTime = 20 * time.Second
 
 // addDaemon adds what a daemon says about itself.

@@ -16,10 +16,10 @@ import (
 // drained is the answer to POST /v1/drain.
 type drained struct {
 	Mode  string `json:"mode"`  // "cloud" or "edge"
-	Conns int64  `json:"conns"` // that go on
+	Conns int64  `json:"conns"` // how many conns are still open
 }
 
-// errDrained is why /readyz fails.
+// errDrained is the reason for which /readyz fails after tunnel drain.
 var errDrained = errors.New("drained by tunnel drain")
 
 // drain leaves the rotation: /readyz fails, the edges of a cloud move to other replicas, and no new conn is opened.
@@ -44,7 +44,7 @@ func (r *restarter) drain(ctx context.Context, stops bool) (*drained, error) {
 		if r.daemon.site != nil {
 			r.daemon.site.Drain()
 		}
-		if r.edges != nil && !stops { // a stop does the rest
+		if r.edges != nil && !stops { // if the process stops, stopping closes the sockets
 			r.edges.Leave(ctx)
 			r.daemon.sockets.Close(listen.Callers)
 			r.daemon.sockets.Close(listen.Edges) // the one port, and the agents' port

@@ -112,7 +112,7 @@ type edgeWiring struct {
 	client    *stream.Client
 	proof     proof
 	renewal   *auth.Renewal         // nil: the edge renews no certificate
-	told      *auth.Told            // nil: the edge takes nothing that the cloud tells
+	told      *auth.Told            // keeps CAs and addresses from the cloud; nil: the edge accepts none
 	roots     func() *x509.CertPool // the CAs by which the edge verifies the cloud now
 	dialer    *dial.Dialer
 }

@@ -7,13 +7,13 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// leftRules is the module of an edge without [mode.edge.services] that has taken over from an edge with the table: it
-// removes the rules when the process before has ended. In mode full, that process leaves them.
+// leftRules is a module of an edge without [mode.edge.services] that has taken over from an edge with the table. In
+// mode full, the old process leaves its rules in the kernel. leftRules removes them after the old process has ended.
 type leftRules struct {
 	remove func() // set once
 }
 
-// endTime is how long the process before goes on after this one serves, with time for its end.
+// endTime is the longest time until the old process has ended, counted from when this process serves.
 const endTime = lastTime + tunnel.GracePeriod + 5*time.Second
 
 // Name implements tunnel.Module.

@@ -116,8 +116,8 @@ func (r *cloudReloader) listForwards() []forward {
 	return list
 }
 
-// changeForwards replaces the lines of the file of forwards, and lets them take effect. The main file is not
-// read again. With an error nothing has changed, in the file neither.
+// changeForwards replaces the lines of the file of forwards, and lets them take effect. It does not read the main file
+// again. If it returns an error, neither the file nor the front door has changed.
 func (r *cloudReloader) changeForwards(
 	ctx context.Context, change func([]conf.Forward) ([]conf.Forward, error),
 ) (*reloaded, error) {
@@ -141,7 +141,7 @@ func (r *cloudReloader) changeForwards(
 	if err != nil {
 		return nil, err
 	}
-	if before, err := r.candidate(r.loaded); err == nil { // the reload has told its warnings
+	if before, err := r.candidate(r.loaded); err == nil { // leave out warnings that an earlier reload has shown
 		next.warnings = slices.DeleteFunc(next.warnings, func(w string) bool { return slices.Contains(before.warnings, w) })
 	}
 	return r.applyLocked(ctx, "forwards changed", next, func() error {
@@ -193,7 +193,7 @@ func (f *forwardFlags) change(cmd *cobra.Command, method, path string, body any)
 		return err
 	}
 	if f.output.form == "text" {
-		done.Restart = nil // not of this command
+		done.Restart = nil // these keys do not concern this command
 	}
 	return printReloaded(cmd, "cloud", done, &f.output)
 }

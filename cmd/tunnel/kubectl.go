@@ -45,9 +45,9 @@ const (
 type asks int
 
 const (
-	asksAll    asks = iota // the replica that it asks answers for all
-	readsOne               // one replica
-	changesOne             // one replica, which the user must choose if there are several
+	asksAll    asks = iota // the command asks one replica, which answers for all replicas
+	readsOne               // the command reads from one replica, no matter which
+	changesOne             // the command changes one replica, which the user must choose if there are several
 )
 
 // pluginCommands are the commands that the plugin runs in a pod of the cloud.

@@ -24,8 +24,9 @@ import (
 // reloader changes the configuration of a cloud or an edge while it runs. It is the module "reload", which
 // reloads at SIGHUP.
 //
-// A reload reads the file and checks it as `tunnel config check` does. The owners of what changes prepare:
-// they open ports, which can fail. Only then all of it takes effect. So a file with a problem changes nothing.
+// A reload reads the file and checks it as `tunnel config check` does. Then each module that changes prepares its
+// change: it opens ports, for instance, which can fail. Only after all have succeeded, all changes take effect. So a
+// file with a problem changes nothing.
 type reloader struct {
 	// Set once.
 	mode  string // "cloud" or "edge"
@@ -36,7 +37,7 @@ type reloader struct {
 	stop  context.CancelFunc // stops the daemon
 	// terminal says that the process had a terminal at its start.
 	terminal bool
-	drained  *atomic.Bool     // by tunnel drain
+	drained  *atomic.Bool     // tunnel drain has drained this process
 	hangups  <-chan os.Signal // see takeHangups
 
 	mu      sync.Mutex // guards the following; held during a reload
@@ -51,7 +52,7 @@ var errLeft = conflictf("another process has just taken over: run the command ag
 type candidate struct {
 	settings conf.Settings
 	warnings []string
-	// prepare readies everything that can change while the process runs.
+	// prepare prepares all changes that can take effect while the process runs.
 	prepare func(ctx context.Context) (tunnel.PreparedAll, error)
 }
 
@@ -236,7 +237,7 @@ func atOnce(commit func()) func() (tunnel.Prepared, error) {
 func (r *reloader) handlers() map[string]http.Handler {
 	return map[string]http.Handler{
 		"POST /v1/reload": http.HandlerFunc(func(w http.ResponseWriter, q *http.Request) {
-			// A client that goes does not end the reload.
+			// The reload continues even if the client disconnects.
 			done, err := r.reload(context.WithoutCancel(q.Context()))
 			answer(w, done, err)
 		}),
@@ -256,7 +257,7 @@ func answer(w http.ResponseWriter, v any, err error) {
 	}
 }
 
-// conflictError is why a request does not fit what runs. The configuration has no problem.
+// conflictError says that a request does not fit the present state of the process. The configuration has no problem.
 type conflictError struct{ error }
 
 func conflictf(format string, args ...any) error { return conflictError{fmt.Errorf(format, args...)} }

@@ -22,10 +22,10 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// place is where a process stands among processes that take over from each other. Set once.
+// place is what a process needs to take over from an old process, and to be taken over later. Set once.
 type place struct {
-	sockets *listen.Sockets       // nil: only the configuration is checked, and nothing is opened
-	before  *takeover.Predecessor // nil: there is none
+	sockets *listen.Sockets       // nil: this process only checks a configuration, and opens nothing
+	before  *takeover.Predecessor // the old process; nil: there is none
 }
 
 // newPlace returns the place of this process.
@@ -39,7 +39,7 @@ func newPlace() (place, error) {
 	return place{before.Sockets(), before}, nil
 }
 
-// failed tells the process before why this one does not take over.
+// failed tells the old process why this process does not take over.
 func (p place) failed(err error) {
 	if err == nil {
 		err = errors.New("it was stopped")
@@ -51,8 +51,8 @@ func (p place) failed(err error) {
 // hasLeft reports whether another process has taken over.
 func (p place) hasLeft() bool { return p.sockets != nil && tunnel.IsClosed(p.sockets.Left()) }
 
-// later is a module that runs while this process serves: not yet while the process before does, and no longer once the
-// next one does.
+// later is a module that runs only while this process serves. It starts when the old process no longer serves, and ends
+// when a new process serves.
 type later struct {
 	tunnel.Module
 	sockets *listen.Sockets
@@ -89,10 +89,10 @@ const (
 	// moveTime is how long the edges may take to move to the new process. Then the new process serves, and callers of
 	// edges that have not moved wait for at most moveTime again.
 	moveTime = 12 * time.Second
-	// lastTime is how long the old process goes on before it drains. Callers that the old process accepted last have
+	// lastTime is how long the old process continues before it drains. Callers that the old process accepted last have
 	// this time for their TLS handshake.
 	lastTime = 1500 * time.Millisecond
-	// firstTime is when the new process serves although some edges have not come, counted from the first that has.
+	// firstTime is how long after the first edge has come the new process waits for the other edges before it serves.
 	// An edge without conns keeps its old session for stream.Overlap, which is longer than firstTime and lastTime
 	// together: the old process needs the session for callers that it has accepted last.
 	firstTime = 700 * time.Millisecond
@@ -116,11 +116,11 @@ func (d *daemon) takeOver(ctx context.Context) error {
 	if d.expect != nil {
 		d.expect(ctx, nodes)
 	}
-	if err := ctx.Err(); err != nil { // this process ends, so the old one must go on
+	if err := ctx.Err(); err != nil { // this process ends, so the old process must continue
 		return err
 	}
 	d.sockets.Serve()
-	if d.multipath != nil { // not earlier: the old process may go on until here, and needs them
+	if d.multipath != nil { // only now: until here the old process might continue, and would need the endpoints
 		d.multipath.Inherit(d.before.Endpoints())
 	}
 	d.before.Serving()
@@ -129,11 +129,11 @@ func (d *daemon) takeOver(ctx context.Context) error {
 	return nil
 }
 
-// succeeds reports whether the process before may have sessions. An edge may join one replica before it takes over, and
-// the other replicas later.
+// succeeds reports whether the old process may still have sessions. An edge may join one replica before it takes over,
+// and the other replicas later.
 func (d *daemon) succeeds() bool { return d.before != nil && !d.outlived.Load() }
 
-// moved waits until the edges of these nodes have come from the process before.
+// moved waits until the edges of these nodes have come from the old process.
 func (w *cloudWiring) moved(ctx context.Context, nodes []tunnel.NodeName) {
 	if w.inventory != nil {
 		w.inventory.Reload()
@@ -168,9 +168,9 @@ type restarter struct {
 	// Set once.
 	daemon    *daemon
 	reloader  *reloader
-	edges     *stream.Server       // of a cloud
-	peers     bool                 // of a cloud: its configuration names other replicas
-	client    *stream.Client       // of an edge
+	edges     *stream.Server       // the server of a cloud; nil in an edge
+	peers     bool                 // the configuration of a cloud names other replicas
+	client    *stream.Client       // the client of an edge; nil in a cloud
 	inventory *inventory.Inventory // nil: there is none
 
 	running sync.Mutex // held during a restart; guards the following
@@ -183,15 +183,15 @@ var errStops = conflictf("it was told to stop, so no new process takes over")
 // restarted is the answer to POST /v1/restart.
 type restarted struct {
 	Mode    string  `json:"mode"`  // "cloud" or "edge"
-	PID     int     `json:"pid"`   // of the new process
-	Old     int     `json:"old"`   // of the process that drains
-	Conns   int64   `json:"conns"` // that go on in the old process
+	PID     int     `json:"pid"`   // process id of the new process
+	Old     int     `json:"old"`   // process id of the old process, which drains
+	Conns   int64   `json:"conns"` // how many conns are still open in the old process
 	Seconds float64 `json:"seconds"`
 }
 
 // handle adds the paths of the admin socket.
 func (r *restarter) handle(all map[string]http.Handler) {
-	ctx, cancel := context.WithCancel(context.Background()) // an operator who goes does not end a restart
+	ctx, cancel := context.WithCancel(context.Background()) // a restart continues even if the operator disconnects
 	r.daemon.endRestart = func() {
 		cancel()
 		r.running.Lock()
@@ -215,8 +215,8 @@ func (r *restarter) handle(all map[string]http.Handler) {
 	})
 }
 
-// restart starts a new process, which takes over, unless ctx ends before. With an error, this process serves as before.
-// Without one, the caller stops this process.
+// restart starts a new process, which takes over unless ctx ends before. If restart returns an error, this process
+// serves as before. Otherwise the caller must stop this process.
 func (r *restarter) restart(ctx context.Context) (*restarted, error) {
 	if !r.reloader.mu.TryLock() {
 		return nil, conflictf("a reload or a restart is under way: try again")
@@ -232,7 +232,7 @@ func (r *restarter) restart(ctx context.Context) (*restarted, error) {
 	case r.daemon.drained.Load():
 		return nil, conflictf("it drains: start it again, in place of tunnel restart")
 	case r.peers:
-		// The replicas have sessions with this process. They would know the new one only when this one has ended.
+		// The other replicas have sessions with this process. They would learn of the new process only after this one ends.
 		return nil, conflictf("it is one of several replicas: stop it and start it again, and the others take over meanwhile")
 	case os.Getpid() == 1, os.Getenv("KUBERNETES_SERVICE_HOST") != "":
 		return nil, conflictf("its container ends with it: in Kubernetes run kubectl rollout restart, with two replicas")
@@ -299,7 +299,7 @@ func (d *daemon) endpoints() func() []string {
 	return d.multipath.Made
 }
 
-// instance returns what an edge's new process keeps.
+// instance returns takeover.Config.Instance.
 func (r *restarter) instance() string {
 	if r.client == nil {
 		return ""
