@@ -100,8 +100,8 @@ func (l List) With(program string, versions []string) List {
 	return List{l.Subnets, chained}
 }
 
-// Marshal returns the network configuration. It names only versions that all plugins of the chain speak, since a runtime
-// uses the highest version of the file for the whole chain.
+// Marshal returns the network configuration. It names only versions that all plugins of the chain speak, since a
+// runtime uses the highest version of the file for the whole chain.
 func (l List) Marshal() ([]byte, error) {
 	if _, err := NewConf(l.Subnets); err != nil {
 		return nil, err

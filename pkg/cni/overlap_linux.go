@@ -10,7 +10,8 @@ import (
 
 // missingGateways returns the subnets whose gateway is not an address of the bridge yet. It returns an error if another
 // link reaches a part of such a subnet. With the gateway's address on the bridge, the node would then lose its own
-// network, or receive the packets for pods of another plugin. It does not check a subnet whose gateway is on the bridge.
+// network, or receive the packets for pods of another plugin. It does not check a subnet whose gateway is on the
+// bridge.
 func (c *Conf) missingGateways() (missing []netip.Prefix, err error) {
 	seen := make(map[int]reached) // by address family
 	for _, subnet := range c.Subnets {

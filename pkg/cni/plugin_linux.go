@@ -340,8 +340,8 @@ func attachments(conf *Conf) (map[attachment]bool, error) {
 	return known, err
 }
 
-// status is STATUS: it returns an error if the next ADD could not succeed. It makes the bridge if the bridge is missing,
-// since after a reboot a runtime asks for the status before it adds the first pod.
+// status is STATUS: it returns an error if the next ADD could not succeed. It makes the bridge if the bridge is
+// missing, since after a reboot a runtime asks for the status before it adds the first pod.
 func status(args *skel.CmdArgs) error {
 	conf, err := parseConf(args.StdinData)
 	if err != nil {

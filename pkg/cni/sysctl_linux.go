@@ -47,8 +47,8 @@ func forwardingV4(bridge string) []setting {
 	}
 }
 
-// newLinksAcceptRA is accept_ra for links that appear later, such as a USB modem. Its value 2 also tells later runs that
-// forwardV6 has switched forwarding on, or that the owner of the node wants router advertisements in any case.
+// newLinksAcceptRA is accept_ra for links that appear later, such as a USB modem. Its value 2 also tells later runs
+// that forwardV6 has switched forwarding on, or that the owner of the node wants router advertisements in any case.
 const newLinksAcceptRA = "ipv6/conf/default/accept_ra"
 
 // forwardV6 switches on forwarding for IPv6. A link that forwards ignores router advertisements unless its accept_ra is

@@ -131,7 +131,8 @@ func disconnect(a attachment) error {
 	return nil
 }
 
-// missingIn returns an error if the pod has a link of this name already: the specification says that ADD must fail then.
+// missingIn returns an error if the pod has a link of this name already: the specification says that ADD must fail
+// then.
 func missingIn(pod *sandbox, ifName string) error {
 	return pod.do(func() error {
 		_, err := netlink.LinkByName(ifName)

@@ -78,7 +78,8 @@ func (r *Record) lifetime(other time.Duration) time.Duration {
 }
 
 // Collector returns the metrics of the nodes. It counts the nodes at each scrape. expected returns the nodes of
-// Kubernetes; nil: nobody knows them. lifetime is the lifetime of certificates whose begin is not known; 0: the default.
+// Kubernetes; nil: nobody knows them. lifetime is the lifetime of certificates whose begin is not known; 0: the
+// default.
 func (i *Inventory) Collector(expected func() ([]tunnel.NodeName, bool), lifetime time.Duration) prometheus.Collector {
 	return &collector{
 		inventory: i, expected: expected, lifetime: cmp.Or(lifetime, defaultLifetime),

@@ -7,9 +7,9 @@
 //	GET /data.json     what the page shows, a [Data]
 //
 // The page changes nothing: it answers only GET and HEAD. It asks for no password, so it listens only on loopback, and
-// answers only requests whose Host is loopback. Otherwise a foreign web page could read it by DNS rebinding. The browser
-// sends requests only to this server, and runs only the embedded script (Content-Security-Policy).
-// Names, versions and reasons come from nodes and callers: the script inserts them as text, never as HTML.
+// answers only requests whose Host is loopback. Otherwise a foreign web page could read it by DNS rebinding. The
+// browser sends requests only to this server, and runs only the embedded script (Content-Security-Policy). Names,
+// versions and reasons come from nodes and callers: the script inserts them as text, never as HTML.
 //
 // data.go makes the data. The browser keeps the history of a node's round trip and throughput while it shows the page.
 package page

@@ -166,8 +166,8 @@ func ports(bridge string) (pairs, others int, err error) {
 	return pairs, others, nil
 }
 
-// removeBridge removes a bridge, unless the bridge has links other than pods': a network configuration may name a bridge
-// that also holds the uplink.
+// removeBridge removes a bridge, unless the bridge has links other than pods': a network configuration may name a
+// bridge that also holds the uplink.
 func removeBridge(name string) error {
 	_, others, err := ports(name)
 	if err != nil || others > 0 {

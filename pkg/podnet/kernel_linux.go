@@ -18,9 +18,9 @@ import (
 // linux is the kernel of this machine.
 type linux struct{}
 
-// bridge makes the bridge, its addresses and the settings of the kernel as conf says. In a container, and with systemd's
-// ProtectKernelTunables, /proc/sys is read-only. Then the plugin writes the settings when the runtime executes it for
-// the first pod. If there are pods already and settings are wrong, bridge returns a readOnlyError.
+// bridge makes the bridge, its addresses and the settings of the kernel as conf says. In a container, and with
+// systemd's ProtectKernelTunables, /proc/sys is read-only. Then the plugin writes the settings when the runtime
+// executes it for the first pod. If there are pods already and settings are wrong, bridge returns a readOnlyError.
 func (linux) bridge(conf *cni.Conf) error {
 	bridge, err := cni.EnsureBridge(conf)
 	if err == nil && slices.ContainsFunc(conf.Subnets, func(s netip.Prefix) bool { return s.Addr().Is6() }) {
@@ -69,7 +69,8 @@ const (
 
 // masquerade writes the rules by which packets of pods leave the node with the node's address. Packets between pods of
 // the node, and to the networks of direct, keep the pod's address. The rules also cover networks that the node had
-// before, since running pods keep their addresses. The kernel makes all changes at once, so no packet meets half of them.
+// before, since running pods keep their addresses. The kernel makes all changes at once, so no packet meets half of
+// them.
 func (linux) masquerade(bridge string, subnets, direct []netip.Prefix) error {
 	had, err := gatewaysOn(bridge)
 	if err != nil {
