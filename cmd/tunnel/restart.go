@@ -189,7 +189,7 @@ type restarted struct {
 	Seconds float64 `json:"seconds"`
 }
 
-// handle adds the paths of the admin socket.
+// handle adds the paths for restart and drain to the paths of the admin socket.
 func (r *restarter) handle(all map[string]http.Handler) {
 	ctx, cancel := context.WithCancel(context.Background()) // a restart continues even if the operator disconnects
 	r.daemon.endRestart = func() {

@@ -106,8 +106,8 @@ func (p *tapPrinter) show(line tap.Line) error {
 		e.Door, line.Replica)
 }
 
-// row prints the cells of a line, and then a text that has no column. The widths are those of usual values, since the
-// values to come are not known.
+// row prints the cells of a line, and then a text that has no column. The columns are as wide as usual values need,
+// since row does not know later values.
 func (p *tapPrinter) row(text string, cells ...string) error {
 	widths := []int{12, 7, 12, 7, 21, 21, 7, 8, 8, 7, 15, 10}
 	if p.output.form != "wide" {

@@ -27,15 +27,15 @@ func newTokenCommand(logs *logFlags) *cobra.Command {
 	return token
 }
 
-// auditCommand appends what a command has done to the audit file of the cloud, with the user who ran it. A cloud
-// that writes its audit to standard output, or that runs on another machine, records the change of its token file
-// alone. If the file cannot be written, a log line on w says so.
+// auditCommand appends to the audit file of the cloud what a command has done, and which user ran it. If the cloud
+// writes its audit to standard output, or runs on another machine, auditCommand does nothing: the cloud itself records
+// only that its token file has changed. If the file cannot be written, a log line on w says so.
 func auditCommand(c *conf.Cloud, logs *logFlags, w io.Writer, e tunnel.Event) {
 	if c.Audit == "" || c.Audit == audit.Stdout {
 		return
 	}
 	e.Result, e.By = tunnel.ResultOK, fmt.Sprintf("uid %d", os.Getuid())
-	// Anybody can set the variable. Only root can append to the file of the cloud's user under the unit.
+	// Believe SUDO_USER only if root runs the command: any other user can set the variable.
 	if sudo := os.Getenv("SUDO_USER"); sudo != "" && os.Getuid() == 0 {
 		e.By += ", by sudo " + sudo
 	}

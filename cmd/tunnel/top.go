@@ -38,7 +38,7 @@ type rate struct {
 	SentPerSecond     float64 `json:"sent_bytes_per_second"`
 	ReceivedPerSecond float64 `json:"received_bytes_per_second"`
 	RatesUnknown      bool    `json:"rates_unknown,omitempty"` // a list lacks a session; the two rates are 0
-	SentBytes         uint64  `json:"sent_bytes"`              // by the live sessions
+	SentBytes         uint64  `json:"sent_bytes"`              // payload to the node by its live sessions
 	ReceivedBytes     uint64  `json:"received_bytes"`
 	RoundTripSeconds  float64 `json:"round_trip_seconds,omitempty"`
 	Sessions          int     `json:"sessions"`
@@ -48,7 +48,8 @@ type rate struct {
 	Since    time.Time `json:"since,omitzero"`
 }
 
-// sortKeys are the orders of tunnel top: by --sort, the value of a node. The largest value comes first.
+// sortKeys returns, for each value of --sort, a function that returns the number by which tunnel top sorts nodes. The
+// largest number comes first.
 func sortKeys() map[string]func(r *rate) float64 {
 	return map[string]func(r *rate) float64{
 		"rate":     func(r *rate) float64 { return r.SentPerSecond + r.ReceivedPerSecond },
@@ -143,9 +144,8 @@ func (t *topFlags) run(ctx context.Context, client *api.Client, w, errs io.Write
 // clockDifference is how much the clocks of two replicas may differ.
 const clockDifference = 2 * time.Second
 
-// rates returns the connected nodes of a list, with their throughput since the list before. A session that is new
-// counts from its start. An older session that the list before lacks makes the rates unknown: its replica did not
-// answer in time.
+// rates returns the connected nodes of a list, with their throughput since the list before. A new session counts from
+// its start. If before lacks an older session, the rates of its node are unknown: a replica did not answer in time.
 func rates(before, list *api.NodeList) []rate {
 	seconds := max(list.Time.Sub(before.Time).Seconds(), 0.001)
 	type key struct{ replica, session string }

@@ -14,7 +14,7 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// traceTimeout bounds a trace: the edge tries the target for 10 s at most.
+// traceTimeout is how long a trace may take. The edge tries the target for at most 10 s.
 const traceTimeout = 20 * time.Second
 
 func newTraceCommand() *cobra.Command {
