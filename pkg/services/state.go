@@ -232,6 +232,23 @@ func (s *State) Services() iter.Seq2[Path, *Service] {
 	}
 }
 
+// ServicesWith yields the paths of the Services that have an endpoint for which match returns true, in no order. The
+// state may have endpoints of a Service that it does not have.
+func (s *State) ServicesWith(match func(*Endpoint) bool) iter.Seq[Path] {
+	return func(yield func(Path) bool) {
+		for name, endpoints := range s.endpoints {
+			for _, e := range endpoints {
+				if match(e) {
+					if !yield(kindService + "/" + name) {
+						return
+					}
+					break
+				}
+			}
+		}
+	}
+}
+
 // Endpoint returns an endpoint, or nil.
 func (s *State) Endpoint(p Path) *Endpoint {
 	parts := split(p)

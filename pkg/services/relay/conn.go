@@ -104,8 +104,8 @@ func (d *door) refused() error {
 	return err
 }
 
-// program has the kernel do what is wanted.
-func (d *door) program(want rules) error {
+// program brings the rules of the plan into the kernel.
+func (d *door) program() error {
 	if d.programmed == nil {
 		if err := d.refused(); err != nil {
 			return err
@@ -115,38 +115,65 @@ func (d *door) program(want rules) error {
 		d.programmed = nil
 		return err
 	}
+	var before, after rules
+	if d.programmed != nil {
+		changed, now := d.take(false)
+		had := make(rules, len(changed))
+		for at := range changed {
+			if one, ok := d.programmed[at]; ok {
+				had[at] = one
+			}
+		}
+		before, after = had.difference(now)
+	}
+	all := func() rules {
+		_, now := d.take(true)
+		return now
+	}
 	var err error
-	d.programmed, err = d.relay.write(d.relay.kernel, d.addrs(), d.programmed, d.withPorts(want))
+	d.programmed, err = d.relay.write(d.relay.kernel, d.addrs(), d.programmed, before, after, all)
 	return err
 }
 
-// write has a kernel do what is wanted, in place of had; nil: that is not known. It changes what differs. If it cannot,
-// it writes everything. It returns what the kernel does; nil: that is not known.
-func (r *Relay) write(k kernel, listeners []netip.AddrPort, had, want rules) (rules, error) {
-	before, after := rules(nil), want
-	changed := false
-	if had != nil {
-		before, after = had.difference(want)
-		changed = len(before)+len(after) == 0 || k.change(before, after) == nil
-	}
-	if !changed {
-		after = want
-		if err := k.program(listeners, want); err != nil {
+// take does what plan.take says, and adds the ports of the relay to the rules.
+func (d *door) take(all bool) (changed map[address]struct{}, now rules) {
+	d.relay.mu.Lock()
+	changed, now = d.relay.plan.take(all)
+	d.relay.mu.Unlock()
+	d.setPorts(now)
+	return changed, now
+}
+
+// write replaces the rules before by the rules after in a kernel. had are all rules that the kernel has; nil: not
+// known. If had is nil, or if the kernel cannot make the change, write calls all, and writes the rules that it returns.
+// write returns the rules that the kernel then has; nil: not known. It may change had.
+func (r *Relay) write(
+	k kernel, listeners []netip.AddrPort, had, before, after rules, all func() rules,
+) (rules, error) {
+	if had != nil && (len(before)+len(after) == 0 || k.change(before, after) == nil) {
+		for at := range before {
+			delete(had, at)
+		}
+		maps.Copy(had, after)
+	} else {
+		had = all()
+		after = had
+		if err := k.program(listeners, had); err != nil {
 			return nil, err
 		}
 	}
 	if err := k.forget(before, after); err != nil {
 		r.log.Warn("flows of UDP keep their old way until they have been idle for a while", "err", err)
 	}
-	return want, nil
+	return had, nil
 }
 
-// withPorts returns rules with the ports of the relay. The kernel leaves out a family without listener.
-func (d *door) withPorts(want rules) rules {
-	all := maps.Clone(want)
+// setPorts adds the ports of the relay to the rules that redirect to the relay. A family without listener gets no port:
+// the kernel leaves out its rules.
+func (d *door) setPorts(all rules) {
 	for i, listener := range d.addrs() {
 		datagrams := d.sockets[i].LocalAddr().(*net.UDPAddr).AddrPort() //nolint:forcetypeassert // it is a UDP socket
-		for at, r := range want {
+		for at, r := range all {
 			if !at.isPort() || !r.relayed() || at.Addr().Is4() != listener.Addr().Is4() {
 				continue
 			}
@@ -157,7 +184,6 @@ func (d *door) withPorts(want rules) rules {
 			all[at] = r
 		}
 	}
-	return all
 }
 
 // addrs returns the addresses of the TCP listeners.
@@ -218,9 +244,7 @@ func (d *door) drain() {
 	d.conns.Wait()
 	redirected := d.programmed
 	if redirected == nil { // the last change has failed
-		d.relay.mu.RLock()
-		redirected = d.withPorts(d.relay.plan.rules)
-		d.relay.mu.RUnlock()
+		_, redirected = d.take(true)
 	}
 	if err := d.relay.kernel.forget(redirected.toRelay(), nil); err != nil {
 		d.relay.log.Warn("flows of UDP lead to the edge after its end", "err", err)
@@ -308,7 +332,8 @@ func (r *Relay) waysNow(to address) (f frontend, w ways, known bool) {
 		places = append(places, address{netip.AddrPortFrom(every, to.Port()), to.protocol}) // a node port
 	}
 	for _, at := range places {
-		if f, known = r.plan.frontends[at]; known {
+		if one := r.plan.frontends[at]; one != nil {
+			f, known = *one, true
 			break
 		}
 	}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net"
 	"net/netip"
 	"slices"
@@ -74,7 +75,7 @@ func (r *Relay) serveDNS(ctx context.Context, fail context.CancelCauseFunc) {
 	defer ticker.Stop()
 	for {
 		r.mu.Lock()
-		want, changed := r.plan.dns, r.changed.Next()
+		want, changed := maps.Clone(r.plan.dns), r.changed.Next()
 		r.mu.Unlock()
 		r.noteDNS(d.program(want))
 		select {
@@ -96,14 +97,16 @@ var errNoDNS = errors.New("dns = true: the cloud has told of no Service for DNS:
 	"see also namespaces in [mode.cloud.services]")
 
 // program makes the kernel redirect queries to the addresses in want.
-func (d *resolver) program(want addresses) error {
+func (d *resolver) program(want counted[netip.AddrPort]) error {
 	if len(want)+len(d.programmed) > 0 {
 		if err := d.open(); err != nil {
 			d.programmed = nil
 			return err
 		}
 		var err error
-		if d.programmed, err = d.relay.write(d.relay.dnsKernel, d.listeners, d.programmed, d.rules(want)); err != nil {
+		before, after := d.programmed.difference(d.rules(want))
+		all := func() rules { return d.rules(want) }
+		if d.programmed, err = d.relay.write(d.relay.dnsKernel, d.listeners, d.programmed, before, after, all); err != nil {
 			return err
 		}
 	}
@@ -114,7 +117,7 @@ func (d *resolver) program(want addresses) error {
 }
 
 // rules returns the rules that redirect queries to the servers of this process.
-func (d *resolver) rules(want addresses) rules {
+func (d *resolver) rules(want counted[netip.AddrPort]) rules {
 	all := make(rules)
 	for at := range want {
 		var r rule // the kernel leaves out a family without listener
@@ -175,7 +178,8 @@ func (r *Relay) noteDNS(err error) {
 	case err != nil && (before == nil || before.Error() != err.Error()):
 		r.log.Warn("the names of Services are not answered", "err", err)
 	case err == nil && (before != nil || !r.named):
-		r.log.Info("the names of Services are answered", "addresses", r.plan.dns.sorted(), "domain", r.cfg.Domain)
+		r.log.Info("the names of Services are answered", "domain", r.cfg.Domain,
+			"addresses", slices.SortedFunc(maps.Keys(r.plan.dns), netip.AddrPort.Compare))
 	}
 	r.unnamed, r.named = err, err == nil
 }

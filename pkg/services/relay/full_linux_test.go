@@ -33,7 +33,7 @@ type site struct {
 	kernel     *linux
 	planner    planner
 	state      *services.State
-	plan       plan
+	plan       *plan
 	programmed rules // what the kernel has
 }
 
@@ -72,7 +72,7 @@ func newSite(t *testing.T, full bool) *site {
 	if err := s.kernel.program(someListeners(1), s.plan.rules); err != nil {
 		t.Skipf("the kernel has no nftables: %v", err)
 	}
-	s.programmed = s.plan.rules
+	_, s.programmed = s.plan.take(true)
 	s.apply(&pb.Changes{Set: []*pb.Item{
 		item(t, services.NodePath("edge1"), &services.Node{Edge: true, PodCidrs: []string{"10.88.0.0/16", "fd00:88::/32"},
 			InternalIps: []string{nodeIP}}),
@@ -137,21 +137,22 @@ func (s *site) apply(changes *pb.Changes) {
 	if err != nil {
 		s.t.Fatal(err)
 	}
-	s.plan = s.planner.next(s.plan, s.state, &d)
+	s.planner.update(s.plan, s.state, &d)
 	s.program()
 }
 
 // program has the kernel do what the plan says.
 func (s *site) program() {
 	s.t.Helper()
-	before, after := s.programmed.difference(s.plan.rules)
+	want := follow(s.programmed, s.plan)
+	before, after := s.programmed.difference(want)
 	if err := s.kernel.change(before, after); err != nil {
 		s.t.Fatal(err)
 	}
 	if err := s.kernel.forget(before, after); err != nil {
 		s.t.Fatal(err)
 	}
-	s.programmed = s.plan.rules
+	s.programmed = want
 }
 
 // service returns a change that sets a Service and its endpoints.
@@ -718,13 +719,14 @@ func TestFullTableIsRefused(t *testing.T) {
 		if i > 2*maxSpareChains {
 			t.Fatal("the table gets more chains with each change")
 		}
-		had := s.plan.rules
 		d, applyErr := s.state.Apply(s.service(siteService(func(s *services.Service) { s.AffinitySeconds = i })))
 		if applyErr != nil {
 			t.Fatal(applyErr)
 		}
-		s.plan = s.planner.next(s.plan, s.state, &d)
-		err = s.kernel.change(had.difference(s.plan.rules))
+		s.planner.update(s.plan, s.state, &d)
+		want := follow(s.programmed, s.plan)
+		err = s.kernel.change(s.programmed.difference(want))
+		s.programmed = want
 	}
 	if err := s.kernel.program(someListeners(1), s.plan.rules); err != nil || len(s.kernel.chains) > 20 {
 		t.Errorf("written again: %v, %d chains", err, len(s.kernel.chains))
@@ -761,7 +763,7 @@ func TestFullManyServices(t *testing.T) {
 	}
 	t.Logf("planned in %s, programmed in %s", planned, time.Since(start)-planned)
 	s.kernel = next
-	s.programmed = s.plan.rules
+	_, s.programmed = s.plan.take(true)
 	var worst time.Duration
 	for i := range 20 {
 		change := s.service(siteService(nil), ready("10.88.2.2", "edge1"))

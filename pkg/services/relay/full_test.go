@@ -40,6 +40,7 @@ func BenchmarkFull(b *testing.B) {
 		}
 	})
 	p := n.plan(state)
+	p.take(true)
 	b.Run("change", func(b *testing.B) {
 		for i := 0; b.Loop(); i++ {
 			e := endpoint("10.200.0.1", fmt.Sprint("edge", i%2))
@@ -48,9 +49,8 @@ func BenchmarkFull(b *testing.B) {
 			if err != nil {
 				b.Fatal(err)
 			}
-			next := n.next(p, state, &d)
-			p.rules.difference(next.rules)
-			p = next
+			n.update(p, state, &d)
+			p.take(false)
 		}
 	})
 	b.Run("elements", func(b *testing.B) {

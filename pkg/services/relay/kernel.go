@@ -3,10 +3,8 @@ package relay
 import (
 	"errors"
 	"log/slog"
-	"maps"
 	"net"
 	"net/netip"
-	"slices"
 	"strings"
 )
 
@@ -29,14 +27,6 @@ func (a address) compare(b address) int {
 		return n
 	}
 	return strings.Compare(a.protocol, b.protocol)
-}
-
-// addresses are those of the cluster's DNS.
-type addresses map[netip.AddrPort]struct{}
-
-// sorted returns the addresses in order.
-func (a addresses) sorted() []netip.AddrPort {
-	return slices.SortedFunc(maps.Keys(a), netip.AddrPort.Compare)
 }
 
 // errUntracked says that the kernel has no conntrack entry for a datagram.

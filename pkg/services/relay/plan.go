@@ -17,18 +17,25 @@ var (
 	addr6 = netip.MustParseAddr("fd74:756e:6e65:6c::1") //nolint:gochecknoglobals // a constant
 )
 
-// plan is what follows from a state. It never changes.
+// plan is what the edge has to do on this node. It follows the state: planner.update replaces only the parts of
+// Services that a change affects, so a change costs the same in a cluster of any size.
 type plan struct {
-	frontends map[address]frontend   // the ports of Services that this edge serves
-	rules     rules                  // what the kernel has to do; the ports of the relay are missing
-	pods      []netip.Prefix         // the networks of this node's pods, if rules need them
-	own       map[address]struct{}   // the ports of the endpoints on this node
-	dns       addresses              // where pods ask the cluster's DNS
-	parts     map[services.Path]part // what each Service adds to them
+	parts     map[services.Path]part  // what each Service adds to the fields below
+	frontends map[address]*frontend   // the ports of Services that this edge serves
+	rivals    map[address][]*frontend // frontends at an address that another frontend has, sorted, see claim
+	rules     rules                   // what the kernel has to do, without the ports of the relay
+	own       counted[address]        // the endpoints on this node, by address and port
+	others    counted[address]        // addresses with rules of the kinds isClusterIP and isOwn
+	dns       counted[netip.AddrPort] // the addresses at which pods ask the cluster's DNS
+	pods      []netip.Prefix          // the networks of this node's pods; nil if no rule needs them
+	node      *services.Node          // the Node of this node that the parts were made with
+	// changed are the addresses whose rules may have changed since the last call of take.
+	changed map[address]struct{}
 }
 
-// part is what one Service adds to a plan.
+// part is what one Service adds to a plan. It never changes.
 type part struct {
+	service    *services.Service // the Service that the part was made from
 	frontends  []frontend
 	clusterIPs []netip.Addr // ClusterIPs: the kernel refuses their other ports
 	hairpins   []netip.Addr // addresses of endpoints on this node that may call themselves
@@ -46,6 +53,147 @@ type frontend struct {
 	rule     rule
 }
 
+// counted is a set. For each member it counts how many parts have added the member.
+type counted[T comparable] map[T]int
+
+func (c counted[T]) add(one T, n int) {
+	if c[one] += n; c[one] == 0 {
+		delete(c, one)
+	}
+}
+
+func newPlan() *plan {
+	return &plan{
+		parts: make(map[services.Path]part), frontends: make(map[address]*frontend),
+		rivals: make(map[address][]*frontend), rules: make(rules), own: make(counted[address]),
+		others: make(counted[address]), dns: make(counted[netip.AddrPort]), changed: make(map[address]struct{}),
+	}
+}
+
+// take returns the addresses whose rules may have changed since the last call of take, and these rules. With all, now
+// has the rules of all addresses. The caller owns both maps.
+func (p *plan) take(all bool) (changed map[address]struct{}, now rules) {
+	changed, p.changed = p.changed, make(map[address]struct{})
+	if all {
+		return changed, maps.Clone(p.rules)
+	}
+	now = make(rules, len(changed))
+	for at := range changed {
+		if r, ok := p.rules[at]; ok {
+			now[at] = r
+		}
+	}
+	return changed, now
+}
+
+// replace replaces what the Service with a path has added by the part next. nil: the Service is gone.
+func (p *plan) replace(path services.Path, next *part) {
+	had := p.parts[path]
+	delete(p.parts, path)
+	for i := range had.frontends {
+		p.unclaim(&had.frontends[i])
+	}
+	p.count(had, -1)
+	if next == nil {
+		return
+	}
+	p.parts[path] = *next
+	for i := range next.frontends {
+		p.claim(&next.frontends[i])
+	}
+	p.count(*next, 1)
+}
+
+// claim adds a frontend. Several Services may have the same address and port: Kubernetes prevents that only for
+// ClusterIPs. Then the Service counts for which the address is a ClusterIP, or else the Service with the first path.
+// The frontends of the others are its rivals.
+func (p *plan) claim(f *frontend) {
+	all := p.rivals[f.at]
+	if first, ok := p.frontends[f.at]; ok {
+		all = slices.Insert(all, 0, first)
+	}
+	i, _ := slices.BinarySearchFunc(all, f, func(had, f *frontend) int {
+		if f.before(had) {
+			return 1
+		}
+		return -1 // among equal frontends, the first one stays first
+	})
+	p.setClaims(f.at, slices.Insert(all, i, f))
+}
+
+// before reports whether f counts before another frontend with the same address and port.
+func (f *frontend) before(other *frontend) bool {
+	if f.external != other.external {
+		return other.external
+	}
+	return f.path < other.path
+}
+
+// unclaim removes a frontend.
+func (p *plan) unclaim(f *frontend) {
+	all := slices.Insert(p.rivals[f.at], 0, p.frontends[f.at])
+	p.setClaims(f.at, slices.DeleteFunc(all, func(one *frontend) bool { return one == f }))
+}
+
+// setClaims stores all frontends at an address. The first one counts, and the others are its rivals.
+func (p *plan) setClaims(at address, all []*frontend) {
+	p.changed[at] = struct{}{}
+	delete(p.rivals, at)
+	if len(all) == 0 {
+		delete(p.frontends, at)
+		delete(p.rules, at)
+		return
+	}
+	p.frontends[at], p.rules[at] = all[0], all[0].rule
+	if len(all) > 1 {
+		p.rivals[at] = slices.Clone(all[1:])
+	}
+}
+
+// count adds n to the counts of what a part adds beside its frontends. n is 1 when the part comes, and -1 when it goes.
+func (p *plan) count(one part, n int) {
+	other := func(addr netip.Addr, about string, k kind) {
+		at := address{netip.AddrPortFrom(addr, 0), about}
+		p.others.add(at, n)
+		p.setOther(at, p.others[at] > 0, k)
+	}
+	for _, addr := range one.clusterIPs {
+		other(addr, aboutClusterIP, isClusterIP)
+	}
+	for _, addr := range one.hairpins {
+		other(addr, aboutOwn, isOwn)
+	}
+	for _, at := range one.own {
+		p.own.add(at, n)
+	}
+	for _, at := range one.dns {
+		p.dns.add(at, n)
+	}
+}
+
+// setOther adds or removes the rule of an address that is no port of a Service. is says which.
+func (p *plan) setOther(at address, is bool, k kind) {
+	p.changed[at] = struct{}{}
+	if is {
+		p.rules[at] = rule{kind: k}
+	} else {
+		delete(p.rules, at)
+	}
+}
+
+// setPods replaces the networks of this node's pods, and their rules.
+func (p *plan) setPods(pods []netip.Prefix) {
+	set := func(networks []netip.Prefix, is bool) {
+		for _, network := range networks {
+			at := netip.AddrPortFrom(network.Addr(), uint16(network.Bits())) //nolint:gosec // at most 128
+			p.setOther(address{at, aboutPods}, is, isPods)
+		}
+	}
+	set(p.pods, false)
+	p.pods = pods
+	set(p.pods, true)
+}
+
 // planner makes plans and keeps them current. It has what a plan depends on beside the state.
 type planner struct {
 	node   string
@@ -54,12 +202,103 @@ type planner struct {
 }
 
 // plan returns a new plan for a state.
-func (n planner) plan(s *services.State) plan {
-	parts := make(map[services.Path]part)
-	for path, service := range s.Services() {
-		parts[path] = n.part(s, path, service)
+func (n planner) plan(s *services.State) *plan {
+	p := newPlan()
+	n.renew(p, s)
+	return p
+}
+
+// renew makes p the plan of a state. It makes all parts anew.
+func (n planner) renew(p *plan, s *services.State) {
+	p.node = s.Node(n.node)
+	p.setPods(n.pods(s))
+	for path := range p.parts {
+		if serviceAt(s, path) == nil {
+			p.replace(path, nil)
+		}
 	}
-	return newPlan(parts, n.pods(s))
+	for path := range s.Services() {
+		n.renewPart(p, s, path)
+	}
+}
+
+// update makes p the plan of a state. d is what has changed since p was the plan of the state before.
+func (n planner) update(p *plan, s *services.State, d *services.Difference) {
+	changed := make(map[services.Path]struct{})
+	nodes := make(map[string]struct{})
+	addrs := make(map[netip.Addr]struct{}) // ClusterIPs that come or go
+	for _, path := range slices.Concat(d.Deleted, pathsOf(d.Set)) {
+		if node, ok := strings.CutPrefix(path, services.NodePath("")); ok {
+			nodes[node] = struct{}{}
+			continue
+		}
+		if service := services.ServiceOf(path); service != "" {
+			path = service
+		} else {
+			differ(addrs, p.parts[path].service.GetClusterIps(), serviceAt(s, path).GetClusterIps())
+		}
+		changed[path] = struct{}{}
+	}
+	if had := p.node; had != s.Node(n.node) {
+		if !sameNode(had, s.Node(n.node)) {
+			n.renew(p, s)
+			return
+		}
+		p.node = s.Node(n.node)
+	}
+	if len(nodes)+len(addrs) > 0 {
+		for path := range s.ServicesWith(func(e *services.Endpoint) bool {
+			if _, ok := nodes[e.GetNode()]; ok {
+				return true
+			}
+			if len(addrs) == 0 {
+				return false
+			}
+			addr, _ := netip.ParseAddr(e.GetAddress()) // the state has no others
+			_, ok := addrs[addr.Unmap()]
+			return ok
+		}) {
+			changed[path] = struct{}{}
+		}
+	}
+	for path := range changed {
+		n.renewPart(p, s, path)
+	}
+}
+
+// differ adds to all the addresses that only one of two lists has.
+func differ(all map[netip.Addr]struct{}, lists ...[]string) {
+	for _, text := range slices.Concat(lists...) {
+		if slices.Contains(lists[0], text) == slices.Contains(lists[1], text) {
+			continue
+		}
+		if addr, err := netip.ParseAddr(text); err == nil {
+			all[addr.Unmap()] = struct{}{}
+		}
+	}
+}
+
+// sameNode reports whether two versions of this node's Node lead to the same parts of Services that have no endpoint
+// on this node, and to the same networks of pods.
+func sameNode(a, b *services.Node) bool {
+	return a.GetZone() == b.GetZone() && slices.Equal(a.GetPodCidrs(), b.GetPodCidrs())
+}
+
+// renewPart makes the part of the Service with a path again.
+func (n planner) renewPart(p *plan, s *services.State, path services.Path) {
+	service := serviceAt(s, path)
+	if service == nil {
+		p.replace(path, nil)
+		return
+	}
+	next := n.part(s, path, service)
+	p.replace(path, &next)
+}
+
+// serviceAt returns the Service with a path, or nil.
+func serviceAt(s *services.State, path services.Path) *services.Service {
+	namespace, name, _ := services.CutService(path)
+	return s.Service(namespace, name)
 }
 
 // pods returns the networks of this node's pods. Only mode full needs them.
@@ -77,30 +316,6 @@ func (n planner) pods(s *services.State) (all []netip.Prefix) {
 	return slices.CompactFunc(all, netip.Prefix.Overlaps)
 }
 
-// next returns the plan after p, by what has changed since then.
-func (n planner) next(p plan, s *services.State, d *services.Difference) plan {
-	changed := make(map[services.Path]struct{})
-	for _, path := range slices.Concat(d.Deleted, pathsOf(d.Set)) {
-		switch {
-		case strings.HasPrefix(path, "node/"):
-			return n.plan(s) // any endpoint may be on it
-		case strings.HasPrefix(path, "endpoint/"):
-			path = services.ServiceOf(path)
-		}
-		changed[path] = struct{}{}
-	}
-	parts := maps.Clone(p.parts)
-	for path := range changed {
-		namespace, name, _ := strings.Cut(nameOf(path), "/")
-		if service := s.Service(namespace, name); service != nil {
-			parts[path] = n.part(s, path, service)
-		} else {
-			delete(parts, path)
-		}
-	}
-	return newPlan(parts, p.pods)
-}
-
 func pathsOf(items []*pb.Item) []services.Path {
 	all := make([]services.Path, len(items))
 	for i, item := range items {
@@ -109,49 +324,9 @@ func pathsOf(items []*pb.Item) []services.Path {
 	return all
 }
 
-// newPlan puts parts together. Of Services that have one address and port, which Kubernetes does not permit for
-// ClusterIPs, the one that has it as its ClusterIP counts, and else the first path.
-func newPlan(parts map[services.Path]part, pods []netip.Prefix) plan {
-	var frontends, others, own int
-	for _, one := range parts {
-		frontends += len(one.frontends)
-		others += len(one.clusterIPs) + len(one.hairpins)
-		own += len(one.own)
-	}
-	p := plan{
-		frontends: make(map[address]frontend, frontends), rules: make(rules, frontends+others),
-		own: make(map[address]struct{}, own), dns: make(addresses), parts: parts, pods: pods,
-	}
-	for _, one := range parts {
-		for _, f := range one.frontends {
-			had, double := p.frontends[f.at]
-			if !double || had.external && !f.external || had.external == f.external && f.path < had.path {
-				p.frontends[f.at] = f
-				p.rules[f.at] = f.rule
-			}
-		}
-		for _, addr := range one.clusterIPs {
-			p.rules[address{netip.AddrPortFrom(addr, 0), aboutClusterIP}] = rule{kind: isClusterIP}
-		}
-		for _, addr := range one.hairpins {
-			p.rules[address{netip.AddrPortFrom(addr, 0), aboutOwn}] = rule{kind: isOwn}
-		}
-		for _, at := range one.own {
-			p.own[at] = struct{}{}
-		}
-		for _, at := range one.dns {
-			p.dns[at] = struct{}{}
-		}
-	}
-	for _, network := range pods {
-		at := netip.AddrPortFrom(network.Addr(), uint16(network.Bits())) //nolint:gosec // at most 128
-		p.rules[address{at, aboutPods}] = rule{kind: isPods}
-	}
-	return p
-}
-
 // part returns what a Service adds to a plan: nothing if it has no ClusterIP, or if another proxy serves it.
 func (n planner) part(s *services.State, path services.Path, service *services.Service) (p part) {
+	p.service = service
 	if len(service.GetClusterIps()) == 0 || service.GetOtherProxy() {
 		return p
 	}

@@ -120,7 +120,7 @@ type Relay struct {
 	streams bool          // a stream of the cloud runs, and has sent the digests of state
 	zone    *names.Zone   // the DNS names in state; nil: the edge leaves DNS to others
 	changed tunnel.Change // wakes goroutines that wait for a new plan
-	plan    plan
+	plan    *plan
 	since   time.Time // when the state was last known to be that of the cloud
 	current bool      // the state is that of the cloud now, as a live stream says
 	watch   error     // why the last stream has ended; nil: a stream runs, or there was none
@@ -155,7 +155,7 @@ func newRelay(cfg Config, k kernel) *Relay {
 		cfg:     cfg, kernel: k, log: cfg.Log.With("module", name), grace: tunnel.GracePeriod, every: interval,
 		dial: (&net.Dialer{Control: directControl}).DialContext, wake: make(chan struct{}, 1),
 		affinity: newAffinity(maxAffinity), callers: callers{max: maxPerCaller}, zone: newZone(cfg),
-		state: services.NewState(), plan: newPlan(make(map[services.Path]part), nil),
+		state: services.NewState(), plan: newPlan(),
 	}
 }
 
@@ -230,18 +230,21 @@ func (r *Relay) serve(ctx context.Context, d *door) {
 // apply brings the plan into the kernel. It keeps the error for Note.
 func (r *Relay) apply(d *door) {
 	r.mu.RLock()
-	want := r.plan.rules
 	known := r.state.Len() > 0 || !r.since.IsZero()
 	r.mu.RUnlock()
 	var err error
 	if known || !r.cfg.Full {
-		err = d.program(want)
+		err = d.program()
 	} else {
 		err = d.refused() // the rules that the last process has left are better than an empty table
 	}
 	r.mu.Lock()
 	before := r.broken
-	r.broken, r.serves = err, d.programmed.ports()
+	if r.broken, r.serves = err, 0; d.programmed != nil {
+		r.serves = len(r.plan.frontends)
+	} else {
+		clear(r.plan.changed) // program takes everything next time
+	}
 	r.mu.Unlock()
 	switch {
 	case err != nil && (before == nil || before.Error() != err.Error()):
@@ -277,7 +280,8 @@ func (r *Relay) adopt(state *services.State, since time.Time) bool {
 	if r.zone != nil {
 		r.zone.Load(state)
 	}
-	r.adoptLocked(r.planner.plan(state))
+	r.planner.renew(r.plan, state)
+	r.plannedLocked()
 	r.log.Info("the state of Services is loaded", "file", r.cfg.File, "items", state.Len(),
 		"redirected", len(r.plan.frontends))
 	return true
@@ -293,12 +297,12 @@ func (r *Relay) SetRouted(networks []netip.Prefix) {
 		return
 	}
 	r.planner.direct = direct
-	r.adoptLocked(r.planner.plan(r.state))
+	r.planner.renew(r.plan, r.state)
+	r.plannedLocked()
 }
 
-// adoptLocked makes p the plan, and tells everybody who waits for a change. The caller holds mu.
-func (r *Relay) adoptLocked(p plan) {
-	r.plan = p
+// plannedLocked wakes the goroutines that wait for a new plan. The caller holds mu.
+func (r *Relay) plannedLocked() {
 	r.changed.Notify()
 	select {
 	case r.wake <- struct{}{}:

@@ -81,16 +81,6 @@ type rules map[address]rule
 // sorted returns the addresses in order.
 func (r rules) sorted() []address { return slices.SortedFunc(maps.Keys(r), address.compare) }
 
-// ports returns how many ports of Services the rules are for.
-func (r rules) ports() (n int) {
-	for at := range r {
-		if at.isPort() {
-			n++
-		}
-	}
-	return n
-}
-
 // toRelay returns the rules that send packets to the relay.
 func (r rules) toRelay() rules {
 	some := make(rules)

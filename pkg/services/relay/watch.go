@@ -264,7 +264,8 @@ func (r *Relay) applySeries(series []*pb.Changes) (d services.Difference, digest
 		if r.zone != nil {
 			r.zone.Update(r.state, &d)
 		}
-		r.adoptLocked(r.planner.next(r.plan, r.state, &d))
+		r.planner.update(r.plan, r.state, &d)
+		r.plannedLocked()
 	}
 	return d, r.state.Digests(), err
 }
