@@ -97,6 +97,11 @@ func (l EdgeLimits) orDefault() EdgeLimits {
 // last burst. So the edge stays below ownStreams: only for a call that it lets in, the cloud allows another stream.
 const maxReaching = ownStreams
 
+// maxUnanswered is how many calls of Reach the cloud works on for a node at once, on all sessions of the node together.
+// Each has a goroutine, also for a moment after its connection has ended, so an edge that joins again and again could
+// otherwise have ever more. An edge that restarts has two sessions with maxReaching calls each.
+const maxUnanswered = 2 * maxReaching
+
 // bucket limits how often an event may happen: at a steady rate with bursts, plus once for each grant
 // of the method allow.
 type bucket struct {

@@ -3,6 +3,7 @@ package stream
 import (
 	"context"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"tunnel.example/tunnel/pkg/tunnel"
@@ -19,6 +20,7 @@ type quota struct {
 	queue                     tunnel.Queue // limits the opens of the node
 	services                  tunnel.Queue // limits the opens of categoryServices among them
 	messages, streams, frames *bucket      // limit what the edge sends in a second; see ownMessages
+	unanswered                atomic.Int64 // calls of Reach that the cloud has not answered; see maxUnanswered
 
 	sessions int // live sessions of the node; guarded by quotas.mu
 }

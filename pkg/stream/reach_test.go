@@ -306,6 +306,50 @@ func TestReachFlood(t *testing.T) {
 	}
 }
 
+// A node that joins again and again has no more calls at the cloud than maxUnanswered, even if those of its earlier
+// sessions have not ended yet.
+func TestReachUnanswered(t *testing.T) {
+	var working atomic.Int64
+	var release chan struct{} // of the test's bubble; closed by the test
+	onFakeClock(t, func(t *testing.T, r *rig) {
+		release = make(chan struct{})
+		overloaded := func() uint64 { return r.counters.Refusals(tunnel.Overloaded) }
+		const each = maxUnanswered * 3 / 5
+		for range 3 {
+			s := r.stranger()
+			s.join("edge1")
+			for range each {
+				id := uuid.NewString()
+				s.client.Reach(metadata.AppendToOutgoingContext(s.ctx, topicKey, id, targetKey, id))
+				time.Sleep(time.Second / ownStreams)
+			}
+			synctest.Wait()
+			s.cc.Close()
+			synctest.Wait()
+		}
+		if working.Load() != maxUnanswered || overloaded() != 3*each-maxUnanswered {
+			t.Errorf("the cloud works on %d calls, and has refused %d; want %d and %d",
+				working.Load(), overloaded(), maxUnanswered, 3*each-maxUnanswered)
+		}
+		close(release)
+		synctest.Wait()
+		if n := working.Load(); n != 0 {
+			t.Errorf("%d calls have not ended", n)
+		}
+		s := r.stranger()
+		s.join("edge1")
+		if _, err := s.reach(topicKey, uuid.NewString(), targetKey, "x").Recv(); infoOf(err).GetMetadata()[codeFact] != "refused" {
+			t.Errorf("a call after that: %v", err)
+		}
+	}, func(c *ServerConfig) { c.Limits.Conns, c.Limits.Dials = 8*maxUnanswered, 8*maxUnanswered },
+		withReach(func(context.Context, *ReachRequest) (net.Conn, error) { // it does not notice that its caller has gone
+			working.Add(1)
+			defer working.Add(-1)
+			<-release
+			return nil, tunnel.Refusef(tunnel.Refused, "nothing listens")
+		}))
+}
+
 // An edge of ours never loses its session by the callers of Reach, however many fail, give up, or wait.
 func TestReachStaysBelowTheLimits(t *testing.T) {
 	for name, target := range map[string]string{"refused": "refused", "silent": "silent", "given up": "given up"} {

@@ -110,6 +110,10 @@ func (s *cloudSession) tellRefused(visit *tunnel.Visit, request *ReachRequest, r
 func (s *cloudSession) dialReach(
 	ctx context.Context, topic string, request *ReachRequest, dial ReachFunc,
 ) (to net.Conn, refusal *tunnel.Refusal) {
+	defer s.quota.unanswered.Add(-1)
+	if s.quota.unanswered.Add(1) > maxUnanswered {
+		return nil, tunnel.Refusef(tunnel.Overloaded, "%s asks for more than %d conns at once", s.pub.Node, maxUnanswered)
+	}
 	given, target := ctx, request.Target
 	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
 	defer cancel()
