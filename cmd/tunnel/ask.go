@@ -151,7 +151,7 @@ func (o *outputFlag) register(cmd *cobra.Command, forms ...string) {
 	}
 }
 
-// check returns an error if the command does not have the form of the flag.
+// check returns an error if the command cannot print the form that -o asks for.
 func (o *outputFlag) check() error {
 	if !slices.Contains(o.forms, o.form) {
 		return &exitError{exitUsage, fmt.Errorf("-o is one of %s, not %q", strings.Join(o.forms, ", "), o.form)}

@@ -140,7 +140,7 @@ func (d *daemon) serveHealth(s shown) {
 	}
 }
 
-// servePublicHealth adds health checks from outside, on ln with the certificate of conf.
+// servePublicHealth makes the daemon answer health checks from outside, on ln and with the certificate in conf.
 func (d *daemon) servePublicHealth(ln net.Listener, conf *tls.Config) {
 	d.public = admin.NewPublic(ln, conf, func() []admin.Check { return d.checks }, d.log)
 }

@@ -32,9 +32,9 @@ type sendHalf struct {
 	sending    bool          // the sender goroutine runs
 	fin        notice        // says that this side writes no more
 	stopGot    bool          // the other side reads no more
-	reset      notice        // the abort of ResetBehind; nothing is sent after it
+	reset      notice        // the abort that ResetBehind sends behind the last bytes; nothing follows it
 	resetTaken bool          // the other side has ended the conn after our reset, so no cancel is sent; see MustCancel
-	resetLate  *time.Timer   // ends the conn if the other side does not, after ResetBehind; nil before
+	resetLate  *time.Timer   // ResetBehind starts it: it ends the conn if the other side does not; nil: not started
 	err        error         // why this side writes no more
 	onStop     []func()      // called when stopGot becomes true
 }

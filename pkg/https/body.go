@@ -30,7 +30,7 @@ type requestBody struct {
 	received *atomic.Int64 // counts the bytes that were read; nil: not counted
 
 	// reading is locked before mu.
-	reading sync.Mutex // held during a Read of in
+	reading sync.Mutex // held while in.Read runs
 
 	closeAfter bool // the response is the last one on its connection; owned by the handler
 

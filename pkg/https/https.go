@@ -110,8 +110,8 @@ type Config struct {
 	AllowFrom auth.Sources
 	ProxyFrom auth.Sources // balancers that send a PROXY header to Ports; see package balancer
 
-	// OnePort has further callers, of the one port (package oneport); nil: none. They are served like
-	// callers of the port OnePortAs of Ports.
+	// OnePort gives the callers that connect to the one port (package oneport); nil: none. They are served as if they
+	// had connected to the port of Ports whose name is in OnePortAs.
 	OnePort   *listen.Handover
 	OnePortAs string
 

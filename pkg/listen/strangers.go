@@ -224,7 +224,7 @@ func (s *Strangers) largestLocked(st *Stranger) (victim *Stranger) {
 // evictableBy reports whether newcomer may take st's place.
 func (st *Stranger) evictableBy(newcomer *Stranger) bool { return newcomer.known || !st.known }
 
-// countsAgainst reports whether st is in the range of c.
+// countsAgainst reports whether c counts st.
 func (st *Stranger) countsAgainst(c *count) bool {
 	for _, sc := range st.scopes {
 		if sc.taken == c {

@@ -309,8 +309,9 @@ func (n *Node) ask(ctx context.Context, program string) ([]string, error) {
 	return last.versions, nil
 }
 
-// linkedElsewhere returns the versions of a stock plugin that needs libraries. It runs on the node, but the edge cannot
-// ask it: the container of the edge has no libraries. All stock plugins since 2021 (v1.0.0) speak these versions.
+// linkedElsewhere returns the versions of CNI that a dynamically linked stock plugin speaks. Such a plugin runs on the
+// node. The edge cannot ask the plugin: the container of the edge has no shared libraries. All stock plugins since 2021
+// (v1.0.0) speak these versions.
 func linkedElsewhere() []string { return []string{"0.3.1", "0.4.0", "1.0.0"} }
 
 // read returns the network configuration in the folder, or nil if there is none. It fails if a person has written

@@ -82,10 +82,10 @@ type pending struct {
 	category string // the category of the request; set once
 }
 
-// opened is the result of an open request: a conn or a refusal.
+// opened is the result of an open request: either a conn or a refusal. Both are nil if a panic has ended the request.
 type opened struct {
 	conn    *conn.Conn      // nil: refused
-	refusal *tunnel.Refusal // nil: conn is set, or a panic settled the request
+	refusal *tunnel.Refusal // nil: not refused
 }
 
 // settle sends o if the request is not settled yet. It reports whether it did.

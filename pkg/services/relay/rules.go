@@ -55,7 +55,7 @@ type rule struct {
 	kind       kind
 	port       uint16           // of the relay, for packets that go to the relay
 	ends       []netip.AddrPort // the endpoints that packets may go to, sorted
-	inside     kind             // only with toSplit: toEnds, toRelay or toReject
+	inside     kind             // only with toSplit, what happens to packets of this node: toEnds, toRelay or toReject
 	local      []netip.AddrPort // only with toSplit: the endpoints for callers outside of this node, sorted
 	sticky     uint32           // how long a caller keeps its endpoint, in seconds; 0: each connection may get another one
 	masquerade bool             // the kernel masquerades: callers are outside, and answers must pass this node
