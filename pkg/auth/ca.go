@@ -95,7 +95,7 @@ func LoadCAAmong(certsPEM, keyPEM []byte) (*CA, error) {
 			return ca, nil
 		}
 	}
-	return LoadCA(certsPEM, keyPEM) // for its error: the key does not match the first certificate either
+	return LoadCA(certsPEM, keyPEM) // for its error, which says why the first certificate is not that of the key
 }
 
 // ReadCA reads a certificate file and a key file, and returns the result of LoadCAAmong.

@@ -88,7 +88,7 @@ func VerifyNode(chain []*x509.Certificate, roots *x509.CertPool) (tunnel.NodeNam
 }
 
 // ParseCertificates returns the certificates of a PEM text, in their order. It skips blocks of other types, such as
-// keys. If a certificate is damaged or cut off, ParseCertificates returns an error and the certificates before it. A
+// keys. If a block is damaged or cut off, ParseCertificates returns an error and the certificates before it. A
 // text without a certificate gives no error: the caller can better say what the text should be.
 func ParseCertificates(text []byte) (certs []*x509.Certificate, err error) {
 	blocks, cut := tunnel.PEMBlocks(text)

@@ -10,8 +10,8 @@ import (
 	"unicode/utf8"
 )
 
-// maxWire is the longest access token on the wire, in bytes: half of gRPC's default limit for a peer's
-// metadata (16 KiB). DecodeToken refuses a longer token before it allocates memory for it.
+// maxWire is the longest access token on the wire, in bytes: half of what the cloud takes as metadata of a
+// stream by default (16 KiB). DecodeToken refuses a longer token before it allocates memory for it.
 const maxWire = 8 << 10
 
 // The names of the two JSON fields, as in SuperEdge.

@@ -92,7 +92,7 @@ const (
 	phaseEndSent               // this side has sent flagEnd, the other side has not
 	phaseEndGot                // the other side has sent flagEnd, this side has not
 	phaseEnded                 // both sides have sent flagEnd
-	phaseOwing                 // cloud: the conn has ended; the edge waits for flagEnd, which SayEnd or the next Ask sends
+	phaseOwing                 // cloud: the conn has ended; the edge waits until SayEnd, or the next Ask, tells it so
 	phaseDead                  // no conn may use the data connection any more
 )
 

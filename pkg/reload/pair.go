@@ -7,6 +7,8 @@ import (
 	"log/slog"
 	"sync/atomic"
 	"time"
+
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // Pair is a certificate and its key, in two files or in one.
@@ -33,6 +35,9 @@ func NewPair(certFile, keyFile string, log *slog.Logger) (*Pair, error) {
 func (p *Pair) adoptPair(contents [][]byte) (validity, error) {
 	pair, err := tls.X509KeyPair(contents[0], contents[len(contents)-1])
 	if err != nil {
+		return validity{}, err
+	}
+	if _, err = tunnel.PEMBlocks(contents[0]); err != nil { // X509KeyPair skips a damaged certificate behind the first one
 		return validity{}, err
 	}
 	v := validity{pair.Leaf.NotBefore, pair.Leaf.NotAfter}

@@ -61,7 +61,7 @@ func parsePool(content []byte) (*x509.CertPool, validity, error) {
 	}
 	switch {
 	case cut != nil:
-		return nil, v, fmt.Errorf("after its first %d certificates, %w", n, cut)
+		return nil, v, cut
 	case n == 0:
 		return nil, v, errors.New("it holds no certificate: it must be PEM, with BEGIN CERTIFICATE")
 	}

@@ -86,9 +86,16 @@ func newWay(cfg JoinConfig, existing *conf.Edge, ok func(step, format string, ar
 		if w.proxyCA, err = os.ReadFile(cfg.ProxyCA); err != nil {
 			return nil, &Error{KindUsage, fmt.Errorf("--proxy-ca: %w", err)}
 		}
-		roots := x509.NewCertPool()
-		if !roots.AppendCertsFromPEM(w.proxyCA) {
+		certs, err := auth.ParseCertificates(w.proxyCA)
+		switch {
+		case err != nil:
+			return nil, &Error{KindUsage, fmt.Errorf("--proxy-ca %s: %w", cfg.ProxyCA, err)}
+		case len(certs) == 0:
 			return nil, &Error{KindUsage, fmt.Errorf("--proxy-ca: %s holds no certificate in PEM form", cfg.ProxyCA)}
+		}
+		roots := x509.NewCertPool()
+		for _, c := range certs {
+			roots.AddCert(c)
 		}
 		config.Roots = func() *x509.CertPool { return roots }
 	}

@@ -75,13 +75,19 @@ func (q *quota) release() {
 	if q.sessions--; q.sessions > 0 {
 		return
 	}
-	time.AfterFunc(burst, func() {
+	var forget func()
+	forget = func() {
 		q.all.mu.Lock()
 		defer q.all.mu.Unlock()
-		if q.sessions == 0 && q.all.of[q.node] == q {
+		switch {
+		case q.sessions > 0 || q.all.of[q.node] != q:
+		case q.unanswered.Load() > 0: // calls of the last session have not ended yet
+			time.AfterFunc(burst, forget)
+		default:
 			delete(q.all.of, q.node)
 		}
-	})
+	}
+	time.AfterFunc(burst, forget)
 }
 
 // categoryServices is the category of opens for endpoints of Services, and of the conns that edges ask for (Reach). Any

@@ -20,7 +20,7 @@ const (
 	Overloaded   Code = 6  // a limit on conns is reached
 	Draining     Code = 7  // the other side is about to stop
 	Gone         Code = 8  // the request was cancelled, or its session ended
-	WrongSession Code = 9  // a Connect stream arrived on a connection of another session
+	WrongSession Code = 9  // a stream that needs a session arrived on a connection without one
 	Internal     Code = 10 // anything else
 )
 
