@@ -110,6 +110,15 @@ func DecodeDigests(b []byte) (d Digests, err error) {
 	return d, nil
 }
 
+// nameIn returns NAMESPACE/NAME in the path of a Service, and that of its Service in the path of an endpoint.
+func nameIn(p Path) string {
+	_, rest, _ := strings.Cut(p, "/")
+	namespace, rest, _ := strings.Cut(rest, "/")
+	name, _, _ := strings.Cut(rest, "/")
+	start := strings.IndexByte(p, '/') + 1
+	return p[start : start+len(namespace)+1+len(name)]
+}
+
 // split returns the parts of a path, the kind first. It returns nil if p is no path.
 func split(p Path) []string {
 	parts := strings.Split(p, "/")

@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strings"
 
+	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/proto"
 
 	pb "tunnel.example/tunnel/pkg/services/servicesv1"
@@ -30,12 +31,14 @@ var ErrTooMany = fmt.Errorf("the cloud sends more than %d items", maxPaths)
 // State is all that a node knows of the cluster's Services. It is not safe for concurrent use.
 type State struct {
 	digests Digests
-	items   map[Path]uint64   // the digest of each item
-	leftOut map[Path]struct{} // items for which there was no room
-	most    int               // how many items the state has at most, apart from those in leftOut
+	items   map[Path]string // the value of each item, encoded
+	leftOut map[Path]uint64 // items for which there was no room, with their digests
+	most    int             // how many items the state has at most, apart from those in leftOut
 
-	services  map[string]*Service           // by NAMESPACE/NAME
-	endpoints map[string]map[Path]*Endpoint // by NAMESPACE/NAME of the Service
+	services map[string]*Service // by NAMESPACE/NAME
+	// endpoints are the paths of the endpoints that can be read, sorted, by NAMESPACE/NAME of their Service. An endpoint
+	// stays encoded until it is asked for: decoded, it takes five times the memory, and a node may know 200,000.
+	endpoints map[string][]Path
 	nodes     map[string]*Node
 	clusterIP map[netip.Addr]int // how many Services have it as a ClusterIP
 }
@@ -43,8 +46,8 @@ type State struct {
 // NewState returns the state without items.
 func NewState() *State {
 	return &State{
-		items: make(map[Path]uint64), leftOut: make(map[Path]struct{}), most: maxItems, services: make(map[string]*Service),
-		endpoints: make(map[string]map[Path]*Endpoint), nodes: make(map[string]*Node), clusterIP: make(map[netip.Addr]int),
+		items: make(map[Path]string), leftOut: make(map[Path]uint64), most: maxItems, services: make(map[string]*Service),
+		endpoints: make(map[string][]Path), nodes: make(map[string]*Node), clusterIP: make(map[netip.Addr]int),
 	}
 }
 
@@ -63,10 +66,10 @@ func (d *Difference) Empty() bool { return len(d.Set) == 0 && len(d.Deleted) == 
 // the digests alone; LeftOut counts them. A series with far too many items changes nothing: the error is ErrTooMany.
 func (s *State) Apply(series ...*pb.Changes) (d Difference, err error) {
 	var errs []error
-	paths := len(s.items)
+	paths := s.Len()
 	for _, c := range series {
 		for _, item := range c.GetSet() {
-			if _, known := s.items[item.GetPath()]; !known {
+			if !s.knows(item.GetPath()) {
 				paths++
 			}
 		}
@@ -78,7 +81,7 @@ func (s *State) Apply(series ...*pb.Changes) (d Difference, err error) {
 	for _, c := range series {
 		for _, item := range c.GetSet() {
 			set[item.GetPath()] = struct{}{}
-			if s.items[item.GetPath()] == digest(item.GetPath(), item.GetValue()) {
+			if s.has(item) {
 				continue
 			}
 			if err := s.set(item.GetPath(), item.GetValue()); err != nil {
@@ -101,24 +104,45 @@ func (s *State) Apply(series ...*pb.Changes) (d Difference, err error) {
 	if !some {
 		return d, errors.Join(errs...) // a change of one item looks at no other
 	}
-	for p := range s.items {
+	sweep := func(p Path) {
 		if _, now := set[p]; !now && whole[Bucket(p)] {
 			d.Deleted = s.delete(d.Deleted, p)
 		}
 	}
+	for p := range s.items {
+		sweep(p)
+	}
+	for p := range s.leftOut {
+		sweep(p)
+	}
 	return d, errors.Join(errs...)
+}
+
+// knows reports whether there is an item with a path, also one that is left out.
+func (s *State) knows(p Path) bool {
+	_, has := s.items[p]
+	_, out := s.leftOut[p]
+	return has || out
+}
+
+// has reports whether there is an item with the path and the value of another one, also one that is left out.
+func (s *State) has(item *pb.Item) bool {
+	if value, has := s.items[item.GetPath()]; has {
+		return value == string(item.GetValue())
+	}
+	sum, out := s.leftOut[item.GetPath()]
+	return out && sum == digest(item.GetPath(), item.GetValue())
 }
 
 // set puts an item in the place of the one that has its path.
 func (s *State) set(p Path, value []byte) error {
 	s.forget(p)
-	sum := digest(p, value)
-	s.items[p] = sum
-	s.digests[Bucket(p)] ^= sum
-	if len(s.items)-len(s.leftOut) > s.most {
-		s.leftOut[p] = struct{}{}
+	s.digests.Flip(p, value)
+	if len(s.items) >= s.most {
+		s.leftOut[p] = digest(p, value)
 		return nil
 	}
+	s.items[p] = string(value)
 	parts := split(p)
 	if parts == nil {
 		return fmt.Errorf("%q is no path of an item", p)
@@ -128,7 +152,7 @@ func (s *State) set(p Path, value []byte) error {
 	case kindService:
 		v := new(Service)
 		if err = proto.Unmarshal(value, v); err == nil {
-			s.services[parts[1]+"/"+parts[2]] = v
+			s.services[nameIn(p)] = v
 			s.countClusterIPs(v, 1)
 		}
 	case kindEndpoint:
@@ -137,11 +161,9 @@ func (s *State) set(p Path, value []byte) error {
 			_, err = netip.ParseAddr(v.GetAddress())
 		}
 		if err == nil {
-			of := parts[1] + "/" + parts[2]
-			if s.endpoints[of] == nil {
-				s.endpoints[of] = make(map[Path]*Endpoint)
-			}
-			s.endpoints[of][p] = v
+			of := s.endpoints[nameIn(p)]
+			i, _ := slices.BinarySearch(of, p)
+			s.endpoints[nameIn(p)] = slices.Insert(of, i, p)
 		}
 	case kindNode:
 		v := new(Node)
@@ -165,26 +187,29 @@ func (s *State) delete(gone []Path, p Path) []Path {
 
 // forget removes the item with a path. It reports whether there was one.
 func (s *State) forget(p Path) bool {
-	sum, known := s.items[p]
+	if sum, out := s.leftOut[p]; out {
+		delete(s.leftOut, p)
+		s.digests[Bucket(p)] ^= sum
+		return true
+	}
+	value, known := s.items[p]
 	if !known {
 		return false
 	}
 	delete(s.items, p)
-	s.digests[Bucket(p)] ^= sum
-	if _, out := s.leftOut[p]; out {
-		delete(s.leftOut, p)
-		return true
-	}
+	s.digests.Flip(p, []byte(value))
 	switch parts := split(p); {
 	case parts == nil:
 	case parts[0] == kindService:
-		s.countClusterIPs(s.services[parts[1]+"/"+parts[2]], -1)
-		delete(s.services, parts[1]+"/"+parts[2])
+		s.countClusterIPs(s.services[nameIn(p)], -1)
+		delete(s.services, nameIn(p))
 	case parts[0] == kindEndpoint:
-		of := parts[1] + "/" + parts[2]
-		delete(s.endpoints[of], p)
-		if len(s.endpoints[of]) == 0 {
-			delete(s.endpoints, of)
+		of := s.endpoints[nameIn(p)]
+		if i, readable := slices.BinarySearch(of, p); readable {
+			of = slices.Delete(of, i, i+1)
+		}
+		if s.endpoints[nameIn(p)] = of; len(of) == 0 {
+			delete(s.endpoints, nameIn(p))
 		}
 	case parts[0] == kindNode:
 		delete(s.nodes, parts[1])
@@ -213,7 +238,7 @@ func (s *State) IsClusterIP(addr netip.Addr) bool { return s.clusterIP[addr.Unma
 func (s *State) Digests() Digests { return s.digests }
 
 // Len returns the number of items, with those that are left out.
-func (s *State) Len() int { return len(s.items) }
+func (s *State) Len() int { return len(s.items) + len(s.leftOut) }
 
 // LeftOut returns how many items are above maxItems, and so no part of the state.
 func (s *State) LeftOut() int { return len(s.leftOut) }
@@ -232,42 +257,71 @@ func (s *State) Services() iter.Seq2[Path, *Service] {
 	}
 }
 
-// ServicesWith yields the paths of the Services that have an endpoint for which match returns true, in no order. The
-// state may have endpoints of a Service that it does not have.
-func (s *State) ServicesWith(match func(*Endpoint) bool) iter.Seq[Path] {
+// ServicesWith yields the paths of the Services that have an endpoint for whose node and address match returns true, in
+// no order. The state may have endpoints of a Service that it does not have.
+func (s *State) ServicesWith(match func(node, address string) bool) iter.Seq[Path] {
 	return func(yield func(Path) bool) {
 		for name, endpoints := range s.endpoints {
-			for _, e := range endpoints {
-				if match(e) {
-					if !yield(kindService + "/" + name) {
-						return
-					}
-					break
-				}
+			if slices.ContainsFunc(endpoints, func(p Path) bool { return match(placeIn(s.items[p])) }) &&
+				!yield(kindService+"/"+name) {
+				return
 			}
 		}
 	}
 }
 
+// placeIn returns two fields of an encoded Endpoint: where it is. It is far cheaper than to decode all fields.
+func placeIn(value string) (node, address string) {
+	const fieldAddress, fieldNode = 1, 2
+	for b := []byte(value); len(b) > 0; {
+		field, kind, n := protowire.ConsumeTag(b)
+		if n < 0 {
+			return "", ""
+		}
+		b = b[n:]
+		if n = protowire.ConsumeFieldValue(field, kind, b); n < 0 {
+			return "", ""
+		}
+		if kind == protowire.BytesType && field <= fieldNode {
+			text, _ := protowire.ConsumeBytes(b)
+			if field == fieldAddress {
+				address = string(text)
+			} else {
+				node = string(text)
+			}
+		}
+		b = b[n:]
+	}
+	return node, address
+}
+
 // Endpoint returns an endpoint, or nil.
 func (s *State) Endpoint(p Path) *Endpoint {
-	parts := split(p)
-	if parts == nil || parts[0] != kindEndpoint {
+	if ServiceOf(p) == "" {
 		return nil
 	}
-	return s.endpoints[parts[1]+"/"+parts[2]][p]
+	if _, ok := slices.BinarySearch(s.endpoints[nameIn(p)], p); !ok {
+		return nil
+	}
+	return s.decode(p)
+}
+
+// decode returns the endpoint with a path in endpoints.
+func (s *State) decode(p Path) *Endpoint {
+	e := new(Endpoint)
+	proto.Unmarshal([]byte(s.items[p]), e) //nolint:errcheck // set has done the same without an error
+	return e
 }
 
 // Endpoints returns the endpoints of a Service, sorted by their paths.
 func (s *State) Endpoints(service Path) []Named {
-	parts := split(service)
-	if parts == nil || parts[0] != kindService {
+	if _, _, ok := CutService(service); !ok {
 		return nil
 	}
-	of := s.endpoints[parts[1]+"/"+parts[2]]
-	all := make([]Named, 0, len(of))
-	for _, p := range slices.Sorted(maps.Keys(of)) {
-		all = append(all, Named{p, of[p]})
+	of := s.endpoints[nameIn(service)]
+	all := make([]Named, len(of))
+	for i, p := range of {
+		all[i] = Named{p, s.decode(p)}
 	}
 	return all
 }

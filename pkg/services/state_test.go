@@ -46,6 +46,13 @@ func TestStateIsWhatWasApplied(t *testing.T) {
 		t.Fatalf("%s is of %s", v4, ServiceOf(v4))
 	}
 
+	for node, want := range map[string]int{"edge1": 1, "edge2": 0} {
+		found := slices.Collect(s.ServicesWith(func(n, a string) bool { return n == node && a == "10.0.0.1" }))
+		if len(found) != want || want > 0 && found[0] != web {
+			t.Errorf("Services with an endpoint on %s: %v", node, found)
+		}
+	}
+
 	d, err = s.Apply(&pb.Changes{Deleted: []string{v4, "endpoint/shop/web/none/10.9.9.9"}})
 	if err != nil || !slices.Equal(d.Deleted, []Path{v4}) || s.Endpoint(v4) != nil || len(s.Endpoints(web)) != 1 {
 		t.Fatalf("deleted %v, %v", d.Deleted, err)
@@ -188,6 +195,7 @@ func FuzzParseTarget(f *testing.F) {
 // Whatever a cloud sends, the digests are those of the items that the state holds.
 func FuzzApply(f *testing.F) {
 	f.Add([]byte("\x0a\x0a\x0a\x08node/one"), []byte("\x12\x08node/one"))
+	f.Add([]byte("\x0a\x20\x0a\x10endpoint/a/b/c/d\x12\x0c\x0a\x02::\x12\x01n\x12\x01m\x08\x01"), []byte{})
 	f.Fuzz(func(t *testing.T, first, second []byte) {
 		s := NewState()
 		for _, b := range [][]byte{first, second} {
@@ -198,14 +206,19 @@ func FuzzApply(f *testing.F) {
 			s.Apply(c)
 		}
 		var sum Digests
-		for p, d := range s.items {
-			sum[Bucket(p)] ^= d
+		for p, value := range s.items {
+			sum.Flip(p, []byte(value))
 		}
 		if sum != s.Digests() {
 			t.Fatal("the digests are not those of the items")
 		}
-		for p := range s.Services() {
-			s.Endpoints(p)
+		for _, paths := range s.endpoints {
+			for _, p := range paths {
+				if node, address := placeIn(s.items[p]); node != s.Endpoint(p).GetNode() ||
+					address != s.Endpoint(p).GetAddress() {
+					t.Fatalf("%s is at %s of %s, want %v", p, address, node, s.Endpoint(p))
+				}
+			}
 		}
 	})
 }
@@ -240,6 +253,9 @@ func TestTooManyItems(t *testing.T) {
 		}
 	}
 	has("a1 b c ")
+	if d, err := s.Apply(&pb.Changes{Set: []*pb.Item{item(t, NodePath("d"), &Node{})}}); err != nil || !d.Empty() {
+		t.Errorf("an item without room comes again: %v, %v", d, err)
+	}
 	if s.LeftOut() != 2 || s.Len() != 5 {
 		t.Errorf("%d of %d items are left out", s.LeftOut(), s.Len())
 	}

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"maps"
 	"math/rand/v2"
 	"net"
 	"net/netip"
@@ -48,7 +47,7 @@ type door struct {
 
 	listeners  []net.Listener
 	sockets    []*net.UDPConn // one for each listener, at the same address
-	programmed rules          // the rules that the kernel has; nil: not known
+	programmed bool           // the kernel has the rules of the plan, apart from those that plan.take returns
 	accepting  sync.WaitGroup
 	conns      sync.WaitGroup // counts the goroutines of conns and of sockets
 }
@@ -83,7 +82,7 @@ func (d *door) open() error {
 		}
 		datagrams := socket.(*net.UDPConn) //nolint:forcetypeassert // it listens by "udp"
 		d.listeners, d.sockets = append(d.listeners, ln), append(d.sockets, datagrams)
-		d.programmed = nil // the rules lack this listener
+		d.programmed = false // the rules lack this listener
 		steady := listen.Steady(ln, d.relay.log)
 		d.accepting.Go(func() { d.relay.guard(d.fail, func() error { return d.accept(steady) }) })
 		d.conns.Go(func() {
@@ -93,9 +92,9 @@ func (d *door) open() error {
 	return nil
 }
 
-// refused returns why the kernel must have no rules of this edge now, or nil. With rules of kube-proxy, refused also
-// removes the table that an earlier process left. The rules of that table would come before those of kube-proxy, and
-// nobody would keep them current.
+// refused returns why the kernel must have no rules of this edge now, or nil. If that is because of rules of kube-proxy,
+// and this process has opened no listener yet, refused also removes the table that an earlier process left. The rules of
+// that table would come before those of kube-proxy, and nobody would keep them current.
 func (d *door) refused() error {
 	err := d.relay.kernel.refused()
 	if errors.Is(err, errKubeProxy) && len(d.listeners) == 0 {
@@ -106,66 +105,51 @@ func (d *door) refused() error {
 
 // program brings the rules of the plan into the kernel.
 func (d *door) program() error {
-	if d.programmed == nil {
+	if !d.programmed {
 		if err := d.refused(); err != nil {
 			return err
 		}
 	}
 	if err := d.open(); err != nil {
-		d.programmed = nil
+		d.programmed = false
 		return err
 	}
-	var before, after rules
-	if d.programmed != nil {
-		changed, now := d.take(false)
-		had := make(rules, len(changed))
-		for at := range changed {
-			if one, ok := d.programmed[at]; ok {
-				had[at] = one
-			}
-		}
-		before, after = had.difference(now)
-	}
-	all := func() rules {
-		_, now := d.take(true)
-		return now
-	}
-	var err error
-	d.programmed, err = d.relay.write(d.relay.kernel, d.addrs(), d.programmed, before, after, all)
+	r := d.relay
+	r.mu.Lock()
+	before, after := r.plan.take()
+	r.mu.Unlock()
+	d.setPorts(before)
+	d.setPorts(after)
+	err := r.write(r.kernel, d.addrs(), d.programmed, before, after, d.all)
+	d.programmed = err == nil
 	return err
 }
 
-// take does what plan.take says, and adds the ports of the relay to the rules.
-func (d *door) take(all bool) (changed map[address]struct{}, now rules) {
+// all returns the rules of the plan, with the ports of the relay.
+func (d *door) all() rules {
 	d.relay.mu.Lock()
-	changed, now = d.relay.plan.take(all)
+	all := d.relay.plan.all()
 	d.relay.mu.Unlock()
-	d.setPorts(now)
-	return changed, now
+	d.setPorts(all)
+	return all
 }
 
-// write replaces the rules before by the rules after in a kernel. had are all rules that the kernel has; nil: not
-// known. If had is nil, or if the kernel cannot make the change, write calls all, and writes the rules that it returns.
-// write returns the rules that the kernel then has; nil: not known. It may change had.
+// write replaces the rules before by the rules after in a kernel. known: it is known that the kernel has the rules
+// before, and which others it has. If it is not, or if the kernel cannot make the change, write calls all, and the
+// kernel gets the rules that all returns, in place of any others. After an error, it is not known what the kernel has.
 func (r *Relay) write(
-	k kernel, listeners []netip.AddrPort, had, before, after rules, all func() rules,
-) (rules, error) {
-	if had != nil && (len(before)+len(after) == 0 || k.change(before, after) == nil) {
-		for at := range before {
-			delete(had, at)
-		}
-		maps.Copy(had, after)
-	} else {
-		had = all()
-		after = had
-		if err := k.program(listeners, had); err != nil {
-			return nil, err
+	k kernel, listeners []netip.AddrPort, known bool, before, after rules, all func() rules,
+) error {
+	if !known || len(before)+len(after) > 0 && k.change(before, after) != nil {
+		after = all()
+		if err := k.program(listeners, after); err != nil {
+			return err
 		}
 	}
 	if err := k.forget(before, after); err != nil {
 		r.log.Warn("flows of UDP keep their old way until they have been idle for a while", "err", err)
 	}
-	return had, nil
+	return nil
 }
 
 // setPorts adds the ports of the relay to the rules that redirect to the relay. A family without listener gets no port:
@@ -242,11 +226,7 @@ func (d *door) close() {
 // kube-proxy gets the datagrams that callers still send from the same ports.
 func (d *door) drain() {
 	d.conns.Wait()
-	redirected := d.programmed
-	if redirected == nil { // the last change has failed
-		_, redirected = d.take(true)
-	}
-	if err := d.relay.kernel.forget(redirected.toRelay(), nil); err != nil {
+	if err := d.relay.kernel.forget(d.all().toRelay(), nil); err != nil {
 		d.relay.log.Warn("flows of UDP lead to the edge after its end", "err", err)
 	}
 }

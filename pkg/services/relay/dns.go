@@ -103,10 +103,12 @@ func (d *resolver) program(want counted[netip.AddrPort]) error {
 			d.programmed = nil
 			return err
 		}
-		var err error
-		before, after := d.programmed.difference(d.rules(want))
-		all := func() rules { return d.rules(want) }
-		if d.programmed, err = d.relay.write(d.relay.dnsKernel, d.listeners, d.programmed, before, after, all); err != nil {
+		all := d.rules(want)
+		before, after := d.programmed.difference(all)
+		err := d.relay.write(d.relay.dnsKernel, d.listeners, d.programmed != nil, before, after,
+			func() rules { return all })
+		if d.programmed = all; err != nil {
+			d.programmed = nil
 			return err
 		}
 	}

@@ -69,10 +69,10 @@ func newSite(t *testing.T, full bool) *site {
 	}
 	s.serve()
 	s.plan = s.planner.plan(s.state)
-	if err := s.kernel.program(someListeners(1), s.plan.rules); err != nil {
+	if err := s.kernel.program(someListeners(1), s.plan.all()); err != nil {
 		t.Skipf("the kernel has no nftables: %v", err)
 	}
-	_, s.programmed = s.plan.take(true)
+	s.programmed = s.plan.all()
 	s.apply(&pb.Changes{Set: []*pb.Item{
 		item(t, services.NodePath("edge1"), &services.Node{Edge: true, PodCidrs: []string{"10.88.0.0/16", "fd00:88::/32"},
 			InternalIps: []string{nodeIP}}),
@@ -427,7 +427,7 @@ func TestFullAffinity(t *testing.T) {
 	}
 	// The next process takes over what callers have.
 	next := &linux{full: true}
-	if err := next.program(someListeners(2), s.plan.rules); err != nil {
+	if err := next.program(someListeners(2), s.plan.all()); err != nil {
 		t.Fatal(err)
 	}
 	s.kernel = next
@@ -657,7 +657,7 @@ func TestFullProcessSwap(t *testing.T) {
 		if i%3 == 2 {
 			next = last // it writes its table again
 		}
-		if err := next.program(someListeners(uint16(10+i)), s.plan.rules); err != nil {
+		if err := next.program(someListeners(uint16(10+i)), s.plan.all()); err != nil {
 			t.Fatal(err)
 		}
 		if err := last.clear(); err != nil {
@@ -728,7 +728,7 @@ func TestFullTableIsRefused(t *testing.T) {
 		err = s.kernel.change(s.programmed.difference(want))
 		s.programmed = want
 	}
-	if err := s.kernel.program(someListeners(1), s.plan.rules); err != nil || len(s.kernel.chains) > 20 {
+	if err := s.kernel.program(someListeners(1), s.plan.all()); err != nil || len(s.kernel.chains) > 20 {
 		t.Errorf("written again: %v, %d chains", err, len(s.kernel.chains))
 	}
 	c, err := nftables.New()
@@ -758,12 +758,12 @@ func TestFullManyServices(t *testing.T) {
 	s.plan = s.planner.plan(s.state)
 	planned := time.Since(start)
 	next := &linux{full: true}
-	if err := next.program(someListeners(3), s.plan.rules); err != nil {
+	if err := next.program(someListeners(3), s.plan.all()); err != nil {
 		t.Fatal(err)
 	}
 	t.Logf("planned in %s, programmed in %s", planned, time.Since(start)-planned)
 	s.kernel = next
-	_, s.programmed = s.plan.take(true)
+	s.programmed = s.plan.all()
 	var worst time.Duration
 	for i := range 20 {
 		change := s.service(siteService(nil), ready("10.88.2.2", "edge1"))
@@ -777,7 +777,7 @@ func TestFullManyServices(t *testing.T) {
 	t.Logf("a change takes %s at most", worst)
 	start = time.Now()
 	again := &linux{full: true}
-	if err := again.program(someListeners(4), s.plan.rules); err != nil {
+	if err := again.program(someListeners(4), s.plan.all()); err != nil {
 		t.Fatal(err)
 	}
 	t.Logf("the next process takes over in %s", time.Since(start))

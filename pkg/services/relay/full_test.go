@@ -40,7 +40,7 @@ func BenchmarkFull(b *testing.B) {
 		}
 	})
 	p := n.plan(state)
-	p.take(true)
+	p.take()
 	b.Run("change", func(b *testing.B) {
 		for i := 0; b.Loop(); i++ {
 			e := endpoint("10.200.0.1", fmt.Sprint("edge", i%2))
@@ -50,12 +50,12 @@ func BenchmarkFull(b *testing.B) {
 				b.Fatal(err)
 			}
 			n.update(p, state, &d)
-			p.take(false)
+			p.take()
 		}
 	})
 	b.Run("elements", func(b *testing.B) {
 		for b.Loop() {
-			stepsOf(nil, p.rules)
+			stepsOf(nil, p.all())
 		}
 	})
 }

@@ -1,7 +1,6 @@
 package relay
 
 import (
-	"maps"
 	"net/netip"
 	"slices"
 	"strings"
@@ -23,14 +22,14 @@ type plan struct {
 	parts     map[services.Path]part  // what each Service adds to the fields below
 	frontends map[address]*frontend   // the ports of Services that this edge serves
 	rivals    map[address][]*frontend // frontends at an address that another frontend has, sorted, see claim
-	rules     rules                   // what the kernel has to do, without the ports of the relay
 	own       counted[address]        // the endpoints on this node, by address and port
-	others    counted[address]        // addresses with rules of the kinds isClusterIP and isOwn
+	others    counted[address]        // addresses with rules that are no port of a Service, see otherKind
 	dns       counted[netip.AddrPort] // the addresses at which pods ask the cluster's DNS
 	pods      []netip.Prefix          // the networks of this node's pods; nil if no rule needs them
 	node      *services.Node          // the Node of this node that the parts were made with
-	// changed are the addresses whose rules may have changed since the last call of take.
-	changed map[address]struct{}
+	// changed are the addresses whose rules may have changed since the last call of take or of all, with their rules at
+	// that call; nil: the address had none.
+	changed map[address]*rule
 }
 
 // part is what one Service adds to a plan. It never changes.
@@ -65,25 +64,71 @@ func (c counted[T]) add(one T, n int) {
 func newPlan() *plan {
 	return &plan{
 		parts: make(map[services.Path]part), frontends: make(map[address]*frontend),
-		rivals: make(map[address][]*frontend), rules: make(rules), own: make(counted[address]),
-		others: make(counted[address]), dns: make(counted[netip.AddrPort]), changed: make(map[address]struct{}),
+		rivals: make(map[address][]*frontend), own: make(counted[address]), others: make(counted[address]),
+		dns: make(counted[netip.AddrPort]), changed: make(map[address]*rule),
 	}
 }
 
-// take returns the addresses whose rules may have changed since the last call of take, and these rules. With all, now
-// has the rules of all addresses. The caller owns both maps.
-func (p *plan) take(all bool) (changed map[address]struct{}, now rules) {
-	changed, p.changed = p.changed, make(map[address]struct{})
-	if all {
-		return changed, maps.Clone(p.rules)
+// rule returns what the kernel has to do with packets to an address, without the ports of the relay; nil: nothing.
+func (p *plan) rule(at address) *rule {
+	if f := p.frontends[at]; f != nil {
+		return &f.rule
 	}
-	now = make(rules, len(changed))
-	for at := range changed {
-		if r, ok := p.rules[at]; ok {
-			now[at] = r
+	if p.others[at] > 0 {
+		return &rule{kind: otherKind(at)}
+	}
+	return nil
+}
+
+// otherKind returns the kind of the rule of an address that is no port of a Service.
+func otherKind(at address) kind {
+	switch at.protocol {
+	case aboutClusterIP:
+		return isClusterIP
+	case aboutOwn:
+		return isOwn
+	}
+	return isPods
+}
+
+// note notes the rule of an address before it may change.
+func (p *plan) note(at address) {
+	if _, noted := p.changed[at]; !noted {
+		p.changed[at] = p.rule(at)
+	}
+}
+
+// take returns the rules that have changed since the last call of take or of all: before has those that there were
+// then, and after those that there are now.
+func (p *plan) take() (before, after rules) {
+	before, after = make(rules, len(p.changed)), make(rules, len(p.changed))
+	for at, had := range p.changed {
+		now := p.rule(at)
+		if had != nil && now != nil && had.equal(*now) {
+			continue
+		}
+		if had != nil {
+			before[at] = *had
+		}
+		if now != nil {
+			after[at] = *now
 		}
 	}
-	return changed, now
+	p.changed = make(map[address]*rule) // clear would keep the memory of a large change
+	return before, after
+}
+
+// all returns all rules. A later take returns what has changed since then.
+func (p *plan) all() rules {
+	p.changed = make(map[address]*rule)
+	all := make(rules, len(p.frontends)+len(p.others))
+	for at, f := range p.frontends {
+		all[at] = f.rule
+	}
+	for at := range p.others {
+		all[at] = rule{kind: otherKind(at)}
+	}
+	return all
 }
 
 // replace replaces what the Service with a path has added by the part next. nil: the Service is gone.
@@ -137,31 +182,24 @@ func (p *plan) unclaim(f *frontend) {
 
 // setClaims stores all frontends at an address. The first one counts, and the others are its rivals.
 func (p *plan) setClaims(at address, all []*frontend) {
-	p.changed[at] = struct{}{}
+	p.note(at)
 	delete(p.rivals, at)
 	if len(all) == 0 {
 		delete(p.frontends, at)
-		delete(p.rules, at)
 		return
 	}
-	p.frontends[at], p.rules[at] = all[0], all[0].rule
-	if len(all) > 1 {
+	if p.frontends[at] = all[0]; len(all) > 1 {
 		p.rivals[at] = slices.Clone(all[1:])
 	}
 }
 
 // count adds n to the counts of what a part adds beside its frontends. n is 1 when the part comes, and -1 when it goes.
 func (p *plan) count(one part, n int) {
-	other := func(addr netip.Addr, about string, k kind) {
-		at := address{netip.AddrPortFrom(addr, 0), about}
-		p.others.add(at, n)
-		p.setOther(at, p.others[at] > 0, k)
-	}
 	for _, addr := range one.clusterIPs {
-		other(addr, aboutClusterIP, isClusterIP)
+		p.addOther(address{netip.AddrPortFrom(addr, 0), aboutClusterIP}, n)
 	}
 	for _, addr := range one.hairpins {
-		other(addr, aboutOwn, isOwn)
+		p.addOther(address{netip.AddrPortFrom(addr, 0), aboutOwn}, n)
 	}
 	for _, at := range one.own {
 		p.own.add(at, n)
@@ -171,27 +209,23 @@ func (p *plan) count(one part, n int) {
 	}
 }
 
-// setOther adds or removes the rule of an address that is no port of a Service. is says which.
-func (p *plan) setOther(at address, is bool, k kind) {
-	p.changed[at] = struct{}{}
-	if is {
-		p.rules[at] = rule{kind: k}
-	} else {
-		delete(p.rules, at)
-	}
+// addOther adds n to the count of an address that is no port of a Service.
+func (p *plan) addOther(at address, n int) {
+	p.note(at)
+	p.others.add(at, n)
 }
 
 // setPods replaces the networks of this node's pods, and their rules.
 func (p *plan) setPods(pods []netip.Prefix) {
-	set := func(networks []netip.Prefix, is bool) {
+	add := func(networks []netip.Prefix, n int) {
 		for _, network := range networks {
 			at := netip.AddrPortFrom(network.Addr(), uint16(network.Bits())) //nolint:gosec // at most 128
-			p.setOther(address{at, aboutPods}, is, isPods)
+			p.addOther(address{at, aboutPods}, n)
 		}
 	}
-	set(p.pods, false)
+	add(p.pods, -1)
 	p.pods = pods
-	set(p.pods, true)
+	add(p.pods, 1)
 }
 
 // planner makes plans and keeps them current. It has what a plan depends on beside the state.
@@ -247,14 +281,14 @@ func (n planner) update(p *plan, s *services.State, d *services.Difference) {
 		p.node = s.Node(n.node)
 	}
 	if len(nodes)+len(addrs) > 0 {
-		for path := range s.ServicesWith(func(e *services.Endpoint) bool {
-			if _, ok := nodes[e.GetNode()]; ok {
+		for path := range s.ServicesWith(func(node, address string) bool {
+			if _, ok := nodes[node]; ok {
 				return true
 			}
 			if len(addrs) == 0 {
 				return false
 			}
-			addr, _ := netip.ParseAddr(e.GetAddress()) // the state has no others
+			addr, _ := netip.ParseAddr(address) // the state has no others
 			_, ok := addrs[addr.Unmap()]
 			return ok
 		}) {
@@ -395,7 +429,7 @@ func (w ways) rule(f frontend, anywhere bool) rule {
 	}
 	switch {
 	case len(direct) > 0:
-		r.kind = toEnds
+		r.kind, r.ends = toEnds, make([]netip.AddrPort, 0, len(direct))
 		for _, one := range direct {
 			r.ends = append(r.ends, one.address())
 		}

@@ -218,9 +218,9 @@ func (r *Relay) serve(ctx context.Context, d *door) {
 			return
 		case <-r.wake:
 		case <-ticker.C:
-			if d.programmed != nil && !r.kernel.intact() {
+			if d.programmed && !r.kernel.intact() {
 				r.log.Warn("another program has removed the rules of Services, or changed them: they are written again")
-				d.programmed = nil
+				d.programmed = false
 			}
 		}
 		r.apply(d)
@@ -240,10 +240,10 @@ func (r *Relay) apply(d *door) {
 	}
 	r.mu.Lock()
 	before := r.broken
-	if r.broken, r.serves = err, 0; d.programmed != nil {
+	if r.broken, r.serves = err, 0; d.programmed {
 		r.serves = len(r.plan.frontends)
 	} else {
-		clear(r.plan.changed) // program takes everything next time
+		clear(r.plan.changed) // next time, program takes all rules
 	}
 	r.mu.Unlock()
 	switch {

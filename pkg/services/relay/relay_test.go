@@ -173,11 +173,11 @@ func TestPlansFollowChanges(t *testing.T) {
 					n.renew(p, s)
 				}
 				next := follow(had, p)
-				if !reflect.DeepEqual(next, p.rules) {
-					t.Fatalf("after %v, what is taken makes %v, want %v", changes, next, p.rules)
+				wantPlan(t, p, n.plan(s), changes)
+				if want := p.all(); !reflect.DeepEqual(next, want) {
+					t.Fatalf("after %v, what is taken makes %v, want %v", changes, next, want)
 				}
 				had = next
-				wantPlan(t, p, n.plan(s), changes)
 			}
 		})
 	}
@@ -208,11 +208,10 @@ func randomItem(t *testing.T, rng *rand.Rand) *pb.Item {
 	return item(t, services.EndpointPath("a", service, "x", addr), e)
 }
 
-// wantPlan checks a plan after changes. It takes what has changed.
+// wantPlan checks a plan after changes, all of which were taken.
 func wantPlan(t *testing.T, p, want *plan, changes *pb.Changes) {
 	t.Helper()
-	p.take(false)
-	want.take(false)
+	want.take()
 	if !reflect.DeepEqual(p, want) {
 		t.Fatalf("after %v, the plan is %+v, want %+v", changes, p, want)
 	}
@@ -428,7 +427,7 @@ func TestPlanMappedAddress(t *testing.T) {
 		if _, err := state.Apply(changes); err != nil {
 			t.Fatal(err)
 		}
-		for at, r := range (planner{"edge1", nil, full}).plan(state).rules {
+		for at, r := range (planner{"edge1", nil, full}).plan(state).all() {
 			for _, end := range slices.Concat(r.ends, r.local) {
 				if end.Addr().Is4() != at.Addr().Is4() {
 					t.Errorf("full: %t: %s leads to %s", full, at, end)
@@ -661,7 +660,7 @@ func TestStopsAfterAFailure(t *testing.T) {
 	if err := d.program(); err != nil || len(k.redirected()) != 2 {
 		t.Fatalf("%v, redirected: %v", err, k.redirected())
 	}
-	d.programmed = nil // as after a change that has failed
+	d.programmed = false // as after a change that has failed
 	d.close()
 	d.drain()
 	if got := k.redirected(); len(got) != 0 {

@@ -1,6 +1,7 @@
 package relay
 
 import (
+	"iter"
 	"maps"
 	"net/netip"
 	"slices"
@@ -80,6 +81,25 @@ type rules map[address]rule
 
 // sorted returns the addresses in order.
 func (r rules) sorted() []address { return slices.SortedFunc(maps.Keys(r), address.compare) }
+
+// parts yields all rules, at most n at once.
+func (r rules) parts(n int) iter.Seq[rules] {
+	return func(yield func(rules) bool) {
+		some := make(rules, min(n, len(r)))
+		for at, one := range r {
+			if some[at] = one; len(some) < n {
+				continue
+			}
+			if !yield(some) {
+				return
+			}
+			clear(some)
+		}
+		if len(some) > 0 {
+			yield(some)
+		}
+	}
+}
 
 // toRelay returns the rules that send packets to the relay.
 func (r rules) toRelay() rules {

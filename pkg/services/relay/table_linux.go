@@ -494,6 +494,9 @@ func (k *linux) addChain(c *nftables.Conn, one chain) {
 // perChange is how many elements one transaction has at most: the kernel bounds what a socket may send at once.
 const perChange = 1500
 
+// perPart is how many rules program writes at once. With ten endpoints each, they are two transactions.
+const perPart = 250
+
 // program implements kernel. It makes new sets and chains beside those in use, and fills them. Then it has the kernel
 // call the new chains in place of all others, in one transaction.
 func (k *linux) program(listeners []netip.AddrPort, all rules) error {
@@ -563,8 +566,11 @@ func (k *linux) write(all rules) error {
 	if err = k.flush(c); err != nil {
 		return err
 	}
-	if err = k.changeElements(c, nil, all); err != nil {
-		return err
+	// Nothing leads to the elements yet, so their order does not matter. In parts, they take little memory.
+	for some := range all.parts(perPart) {
+		if err = k.changeElements(c, nil, some); err != nil {
+			return err
+		}
 	}
 	others, err := k.others(c)
 	if err != nil {
