@@ -399,6 +399,31 @@ func TestManyAddresses(t *testing.T) {
 	}
 }
 
+// The kernel may give a process the port of one that was killed. Nothing of the table of that one stays.
+func TestPortOfKilledProcess(t *testing.T) {
+	if !testkit.InOwnNetwork(t) {
+		return
+	}
+	killed := &linux{full: true}
+	if err := killed.program(someListeners(1), many(0, 10)); err != nil {
+		t.Skipf("the kernel has no nftables: %v", err)
+	}
+	next := &linux{full: true}
+	if err := next.program(someListeners(1), many(100, 110)); err != nil {
+		t.Fatal(err)
+	}
+	if n := next.elements(t); n != 5 || !next.intact() {
+		t.Errorf("the table has %d addresses of IPv4, want 5; intact: %t", n, next.intact())
+	}
+	c, err := nftables.New()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if left, err := next.others(c); err != nil || len(left.chains)+len(left.sets) > 0 {
+		t.Errorf("the table of the killed process has left %+v, %v", left, err)
+	}
+}
+
 // A node without IPv6 serves IPv4.
 func TestNoIPv6(t *testing.T) {
 	if !testkit.InOwnNetwork(t) {

@@ -45,16 +45,29 @@ func (k *linux) table() *nftables.Table {
 	return &nftables.Table{Family: nftables.TableFamilyINet, Name: name}
 }
 
-// nextID returns the id in the names of chains and sets that one call of program makes. The id differs from those of
-// other calls and other processes, since new chains are made while the old ones are still in use.
-func (k *linux) nextID(listeners []netip.AddrPort) string {
-	k.programs++
-	id := strconv.Itoa(int(listeners[0].Port()))
-	if k.programs > 1 {
-		id += "." + strconv.Itoa(k.programs)
+// chooseID sets the id in the names of chains and sets that one call of program makes. The id differs from those of
+// other calls and other processes, since new chains are made while the old ones are still in use. A process that was
+// killed may have had the same port.
+func (k *linux) chooseID() error {
+	c, err := nftables.New()
+	if err != nil {
+		return fmt.Errorf("opening nftables: %w", err)
 	}
-	return id
+	for {
+		k.programs++
+		k.id = strconv.Itoa(int(k.listeners[0].Port()))
+		if k.programs > 1 {
+			k.id += "." + strconv.Itoa(k.programs)
+		}
+		taken, err := k.having(c, k.hasID)
+		if err != nil || len(taken.chains)+len(taken.sets) == 0 {
+			return err
+		}
+	}
 }
+
+// hasID reports whether the name of a chain or of a set has the id.
+func (k *linux) hasID(name string) bool { return strings.HasSuffix(name, "-"+k.id) }
 
 // prefixPrerouting begins the names of chains for packets that come in. The id follows.
 const prefixPrerouting = "prerouting-"
@@ -501,7 +514,11 @@ const perPart = 250
 // call the new chains in place of all others, in one transaction.
 func (k *linux) program(listeners []netip.AddrPort, all rules) error {
 	before := *k
-	k.listeners, k.id = listeners, k.nextID(listeners)
+	k.listeners = listeners
+	if err := k.chooseID(); err != nil {
+		*k = before
+		return withVersion(withRights(err))
+	}
 	err := k.write(all)
 	if errors.Is(err, unix.ENOENT) {
 		err = k.write(all) // a process that stopped has removed the table meanwhile
@@ -538,7 +555,7 @@ func (k *linux) discardOwn() {
 	if err != nil {
 		return
 	}
-	ours, err := k.having(c, func(name string) bool { return strings.HasSuffix(name, "-"+k.id) })
+	ours, err := k.having(c, k.hasID)
 	called := func(one *nftables.Chain) bool { return one.Hooknum != nil }
 	if err == nil && !slices.ContainsFunc(ours.chains, called) { // else the kernel has taken the table after all
 		k.discard(c, ours) //nolint:errcheck // the next call of program that succeeds removes the rest
@@ -605,8 +622,7 @@ type leftovers struct {
 }
 
 func (k *linux) others(c *nftables.Conn) (l leftovers, err error) {
-	theirs := func(name string) bool { return !strings.HasSuffix(name, "-"+k.id) }
-	return k.having(c, theirs)
+	return k.having(c, func(name string) bool { return !k.hasID(name) })
 }
 
 // having returns the chains and sets of the table whose names match.
@@ -620,8 +636,15 @@ func (k *linux) having(c *nftables.Conn, match func(name string) bool) (l leftov
 			l.chains = append(l.chains, chain)
 		}
 	}
+	tables, err := c.ListTablesOfFamily(k.table().Family)
+	if err != nil {
+		return l, fmt.Errorf("listing the tables of nftables: %w", err)
+	}
+	if !slices.ContainsFunc(tables, func(t *nftables.Table) bool { return t.Name == k.table().Name }) {
+		return l, nil // GetSets would fail, and its error does not say why
+	}
 	sets, err := c.GetSets(k.table())
-	if err != nil && !errors.Is(err, unix.ENOENT) {
+	if err != nil {
 		return l, fmt.Errorf("listing the sets of nftables: %w", err)
 	}
 	for _, set := range sets {
@@ -904,7 +927,7 @@ func (k *linux) remove() error {
 		c.DelTable(k.table())
 		return errors.Join(err, k.flush(c))
 	}
-	ours, err := k.having(c, func(name string) bool { return strings.HasSuffix(name, "-"+k.id) })
+	ours, err := k.having(c, k.hasID)
 	if err != nil {
 		return err
 	}
