@@ -4,9 +4,12 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"maps"
 	"net"
 	"net/netip"
+	"strings"
 
+	"github.com/google/nftables"
 	"github.com/vishvananda/netlink"
 	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
@@ -90,6 +93,10 @@ func attribute(b []byte, kind uint16) []byte {
 
 // forget implements kernel.
 func (k *linux) forget(before, after rules) error {
+	if len(k.left) > 0 {
+		maps.Copy(k.left, before)
+		before, k.left = k.left, nil
+	}
 	if before, after = outdates(before, after); len(before)+len(after) == 0 {
 		return nil // nothing can be outdated, for example when only an endpoint comes: skip the list of all entries
 	}
@@ -104,6 +111,67 @@ func (k *linux) forget(before, after rules) error {
 		}
 	}
 	return errors.Join(errs...)
+}
+
+// noteFlows notes where the sets of other calls of program have led flows. The process that has made them may have been
+// killed, and this one may not know what it served last.
+func (k *linux) noteFlows(c *nftables.Conn, others leftovers) error {
+	k.left = make(rules)
+	for _, listener := range k.listeners {
+		f := familyOf(listener.Addr())
+		for _, kind := range []setKind{setServices, setRelayPorts, setEnds} {
+			for _, set := range others.sets {
+				if !strings.HasPrefix(set.Name, kind.String()+f.name+"-") {
+					continue
+				}
+				set.Table = k.table()
+				all, err := c.GetSetElements(set)
+				if err != nil {
+					return fmt.Errorf("reading where flows may lead: %w", err)
+				}
+				for _, e := range all {
+					k.noteFlow(kind, f, e.Key, e.Val)
+				}
+			}
+		}
+	}
+	return nil
+}
+
+// noteFlow notes where an element leads, see element. It passes over elements of another layout.
+func (k *linux) noteFlow(kind setKind, f family, key, val []byte) {
+	addr := netip.IPv4Unspecified()
+	if f.own.Is6() {
+		addr = netip.IPv6Unspecified()
+	}
+	size := int(f.size)
+	if kind != setRelayPorts && len(key) >= size {
+		addr, _ = netip.AddrFromSlice(key[:size])
+		key = key[size:]
+	}
+	if len(key) < len(portKey(address{})) {
+		return
+	}
+	at := address{netip.AddrPortFrom(addr, binary.BigEndian.Uint16(key[4:])), protocolOf(key[0])}
+	switch r := k.left[at]; {
+	case kind == setEnds && len(val) >= size+2:
+		end, _ := netip.AddrFromSlice(val[:size])
+		r.kind, r.ends = toEnds, append(r.ends, netip.AddrPortFrom(end, binary.BigEndian.Uint16(val[size:])))
+		k.left[at] = r
+	case kind != setEnds && len(val) >= 2:
+		k.left[at] = rule{kind: toRelay, port: binary.BigEndian.Uint16(val)}
+	}
+}
+
+// protocolOf undoes protocolNumber.
+func protocolOf(number byte) string {
+	switch number {
+	case protocolNumber(protocolUDP):
+		return protocolUDP
+	case protocolNumber(protocolSCTP):
+		return protocolSCTP
+	}
+	return protocolTCP
 }
 
 // ownAddresses returns the addresses of this machine if there are rules for node ports, else nil.

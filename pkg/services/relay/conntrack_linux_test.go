@@ -72,6 +72,64 @@ func TestPendingConnectionsAreRedirected(t *testing.T) {
 	wantEcho(t, conn)
 }
 
+// A Service is deleted after its edge was killed, and the file of the edge has never had it. Flows of that Service end
+// nevertheless: the table of the killed process says what they may be.
+func TestFlowsOfKilledProcess(t *testing.T) {
+	if !testkit.InOwnNetwork(t) {
+		return
+	}
+	s := newSite(t, true)
+	s.apply(s.service(siteService(nil), ready("10.88.2.2", "edge1"), ready("fd00:88:2::2", "edge1")))
+	clusterIP, nodePort := netip.MustParseAddrPort("10.96.0.10:53"), netip.MustParseAddrPort(nodeIP+":30053")
+	for _, to := range []netip.AddrPort{clusterIP, nodePort} {
+		if _, err := s.caller.socketIn(to).Write([]byte("hello")); err != nil {
+			t.Fatal(err)
+		}
+		testkit.Eventually(t, "the kernel knows the flow", func() bool { return tracked(t, to) == 1 })
+	}
+	next := &linux{full: true}
+	if err := next.program(someListeners(2), nil); err != nil {
+		t.Fatal(err)
+	}
+	if err := next.forget(nil, nil); err != nil {
+		t.Fatal(err)
+	}
+	for _, to := range []netip.AddrPort{clusterIP, nodePort} {
+		if n := tracked(t, to); n != 0 {
+			t.Errorf("%d flows to %s are left", n, to)
+		}
+	}
+}
+
+// It is the same beside kube-proxy with flows to the relay of a killed process.
+func TestRelayedFlowsOfKilledProcess(t *testing.T) {
+	if !testkit.InOwnNetwork(t) {
+		return
+	}
+	p := newNode(t)
+	killed := &linux{}
+	if _, err := killed.open(); err != nil {
+		t.Fatal(err)
+	}
+	if err := killed.program(someListeners(1), rules{{log4, protocolUDP}: {port: 7}}); err != nil {
+		t.Skipf("the kernel has no nftables: %v", err)
+	}
+	if _, err := p.socketIn(log4).Write([]byte("hello")); err != nil {
+		t.Fatal(err)
+	}
+	testkit.Eventually(t, "the kernel knows the flow", func() bool { return tracked(t, log4) == 1 })
+	next := &linux{}
+	if err := next.program(someListeners(2), nil); err != nil {
+		t.Fatal(err)
+	}
+	if err := next.forget(nil, nil); err != nil {
+		t.Fatal(err)
+	}
+	if n := tracked(t, log4); n != 0 {
+		t.Errorf("%d flows are left", n)
+	}
+}
+
 // No entry of an established connection is removed.
 func TestOutdated(t *testing.T) {
 	own := netip.AddrPortFrom(addr4, 7)

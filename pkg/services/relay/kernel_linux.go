@@ -38,6 +38,7 @@ type linux struct {
 	chains     map[chain]struct{} // the chains of the table that elements lead to
 	built      int                // how many chains program has made
 	programs   int                // how often program has begun to write a table
+	left       rules              // where earlier tables have led flows; nil: forget has looked for them
 }
 
 func newKernel(full bool) (kernel, error) { return &linux{full: full}, nil }

@@ -593,7 +593,7 @@ func (k *linux) write(all rules) error {
 	if err != nil {
 		return err
 	}
-	if err = k.keepAffinity(c, others); err != nil {
+	if err = errors.Join(k.keepAffinity(c, others), k.noteFlows(c, others)); err != nil {
 		return err
 	}
 	for _, h := range k.hooks() {
