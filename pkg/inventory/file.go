@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
-	"path/filepath"
 
 	"tunnel.example/tunnel/pkg/tunnel"
 )
@@ -75,27 +74,31 @@ func parse(text []byte) (map[tunnel.NodeName]Record, error) {
 	return f.Nodes, nil
 }
 
+// asideSuffix ends the name of the file that save writes before it replaces the other one. A process that is killed
+// leaves it, and the next save overwrites it.
+const asideSuffix = ".new"
+
 // save replaces the file at path. A reader finds the old content or the new one.
 func save(path string, nodes map[tunnel.NodeName]Record) (err error) {
 	var text bytes.Buffer
 	if err = json.NewEncoder(&text).Encode(file{format, nodes}); err != nil {
 		return err
 	}
-	tmp, err := os.CreateTemp(filepath.Dir(path), "."+filepath.Base(path)+".*") // with mode 0600
+	aside, err := os.OpenFile(path+asideSuffix, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600)
 	if err != nil {
 		return err
 	}
 	defer func() {
 		if err != nil {
-			os.Remove(tmp.Name()) //nolint:errcheck // the caller gets the first error
+			os.Remove(aside.Name()) //nolint:errcheck // the caller gets the first error
 		}
 	}()
-	_, err = tmp.Write(text.Bytes())
+	_, err = aside.Write(text.Bytes())
 	if err == nil {
-		err = tmp.Sync()
+		err = aside.Sync()
 	}
-	if err = errors.Join(err, tmp.Close()); err != nil {
+	if err = errors.Join(err, aside.Close()); err != nil {
 		return err
 	}
-	return os.Rename(tmp.Name(), path)
+	return os.Rename(aside.Name(), path)
 }

@@ -1,6 +1,7 @@
 package inventory
 
 import (
+	"bytes"
 	"context"
 	"crypto/x509"
 	"errors"
@@ -110,6 +111,27 @@ func TestWritesSeldom(t *testing.T) {
 			t.Errorf("the file has %d nodes after the end; want 600", len(got))
 		}
 	})
+}
+
+// A process that is killed while it writes leaves a file beside the inventory. The next one leaves no second file.
+func TestKilledWhileWriting(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "nodes.json")
+	for range 2 {
+		err := save(path, map[tunnel.NodeName]Record{"edge1": {Sessions: 1}})
+		if err == nil {
+			_, err = load(path)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		files, err := os.ReadDir(filepath.Dir(path))
+		if err != nil || len(files) != 1 {
+			t.Errorf("the folder has %v, %v", files, err)
+		}
+		if err := os.WriteFile(path+asideSuffix, bytes.Repeat([]byte("x"), 10_000), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
 }
 
 // A file that is no inventory stops nothing. It is set aside, not overwritten. Until somebody has looked at it, also
