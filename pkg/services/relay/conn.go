@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"net"
 	"net/netip"
@@ -125,23 +126,29 @@ func (d *door) program() error {
 	return err
 }
 
-// all returns the rules of the plan, with the ports of the relay.
-func (d *door) all() rules {
+// all returns the rules of the plan, with the ports of the relay. pending are the rules that the kernel may still have,
+// and that have changed since program last asked the plan.
+func (d *door) all() (pending, all rules) {
 	d.relay.mu.Lock()
-	all := d.relay.plan.all()
+	pending, _ = d.relay.plan.take()
+	all = d.relay.plan.all()
 	d.relay.mu.Unlock()
+	d.setPorts(pending)
 	d.setPorts(all)
-	return all
+	return pending, all
 }
 
 // write replaces the rules before by the rules after in a kernel. known: it is known that the kernel has the rules
 // before, and which others it has. If it is not, or if the kernel cannot make the change, write calls all, and the
 // kernel gets the rules that all returns, in place of any others. After an error, it is not known what the kernel has.
 func (r *Relay) write(
-	k kernel, listeners []netip.AddrPort, known bool, before, after rules, all func() rules,
+	k kernel, listeners []netip.AddrPort, known bool, before, after rules, all func() (pending, all rules),
 ) error {
 	if !known || len(before)+len(after) > 0 && k.change(before, after) != nil {
-		after = all()
+		var pending rules
+		pending, after = all()
+		maps.Copy(pending, before) // of two rules that an address had, the kernel has the older one
+		before = pending
 		if err := k.program(listeners, after); err != nil {
 			return err
 		}
@@ -226,7 +233,9 @@ func (d *door) close() {
 // kube-proxy gets the datagrams that callers still send from the same ports.
 func (d *door) drain() {
 	d.conns.Wait()
-	if err := d.relay.kernel.forget(d.all().toRelay(), nil); err != nil {
+	pending, all := d.all()
+	maps.Copy(all, pending)
+	if err := d.relay.kernel.forget(all.toRelay(), nil); err != nil {
 		d.relay.log.Warn("flows of UDP lead to the edge after its end", "err", err)
 	}
 }

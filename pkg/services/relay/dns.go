@@ -106,7 +106,7 @@ func (d *resolver) program(want counted[netip.AddrPort]) error {
 		all := d.rules(want)
 		before, after := d.programmed.difference(all)
 		err := d.relay.write(d.relay.dnsKernel, d.listeners, d.programmed != nil, before, after,
-			func() rules { return all })
+			func() (pending, now rules) { return make(rules), all })
 		if d.programmed = all; err != nil {
 			d.programmed = nil
 			return err

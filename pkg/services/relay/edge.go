@@ -28,8 +28,8 @@ type Edge struct {
 var _ tunnel.Routed = (*Edge)(nil)
 
 // NewEdge returns the module. r knows the endpoints of this node, and policy dials them. From now on, r also asks
-// policy before it dials such an endpoint itself. policy should permit only the addresses for which r.Home is true: a
-// user who may write EndpointSlices can claim that any address is on this node.
+// policy before it dials such an endpoint itself. policy should permit the addresses for which r.Home is true, and no
+// others because of a Service: a user who may write EndpointSlices can claim that any address is on this node.
 func NewEdge(r *Relay, policy Policy) *Edge {
 	e := &Edge{relay: r, policy: policy, datagrams: udp.NewEdge(ownTargets{policy, r}, r.cfg.Datagrams)}
 	r.ends = append(r.ends, e.datagrams)

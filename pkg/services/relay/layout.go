@@ -7,8 +7,9 @@ import (
 )
 
 // How rules are laid out in the kernel's table. No chain of nftables belongs to one Service or one endpoint. A rule
-// becomes a few elements of sets, which all Services share, and chains differ only by the number of endpoints. So a
-// change of one Service changes a few elements. The work for one packet does not depend on the number of Services.
+// becomes a few elements of sets, which all Services share. A chain is made for a number of endpoints and a way to
+// treat packets. So a change of one Service changes a few elements. The work for one packet does not depend on the
+// number of Services.
 
 // setKind says what a set of nftables holds. The table has one set of each kind for IPv4, and one for IPv6.
 type setKind uint8
