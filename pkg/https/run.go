@@ -51,11 +51,11 @@ func (f *FrontDoor) Run(ctx context.Context) error {
 		accepting.Go(func() error {
 			stop := context.AfterFunc(gctx, func() { l.Close() })
 			defer stop()
-			err := listen.Accept(gctx, l, func(c net.Conn) {
+			broken := listen.Accept(gctx, l, func(c net.Conn) {
 				conns.Go(func() { f.serve(gctx, live, web, c, port) })
 			})
-			if err != nil {
-				return fmt.Errorf("accepting on %s: %w", l.Addr(), err)
+			if broken != nil {
+				return fmt.Errorf("accepting on %s: %w", l.Addr(), broken)
 			}
 			return nil
 		})

@@ -255,7 +255,7 @@ func (s *farServices) sameSite(ctx context.Context, t *testing.T) {
 	if 2*best[0] > 3*best[1] {
 		t.Error("the shortcut is too slow")
 	}
-	// On a busy machine, a handshake may take so long that a connection goes by the cloud. The best of all then took the LAN.
+	// On a busy machine, a handshake may take so long that a connection goes by the cloud. The best one took the LAN.
 	if s.ways(ctx, t)["near"] == before["near"] {
 		t.Error("no connection of the measurement took the LAN")
 	}

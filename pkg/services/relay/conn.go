@@ -93,8 +93,8 @@ func (d *door) open() error {
 	return nil
 }
 
-// refused returns why the kernel must have no rules of this edge now, or nil. If that is because of rules of kube-proxy,
-// and this process has opened no listener yet, refused also removes the table that an earlier process left. The rules of
+// refused returns why the kernel must have no rules of this edge now, or nil. If the reason is rules of kube-proxy, and
+// this process has opened no listener yet, refused also removes the table that an earlier process left. The rules of
 // that table would come before those of kube-proxy, and nobody would keep them current.
 func (d *door) refused() error {
 	err := d.relay.kernel.refused()
