@@ -229,26 +229,15 @@ func (f *FrontDoor) guard(what string, do func() error) error {
 	return tunnel.Guard(f.log, f.cfg.Counters, what, do)
 }
 
-// openAll opens all listeners. If some fail, all their failures are in the error, and no listener stays
-// open.
+// openAll opens all listeners, or none.
 func (f *FrontDoor) openAll(ctx context.Context) ([]net.Listener, error) {
-	var open []net.Listener
-	var errs []error
-	for _, l := range f.listeners {
+	return ports.OpenAll(f.listeners, func(l listener) (net.Listener, error) {
 		ln, err := f.open(ctx, l)
 		if err != nil {
-			errs = append(errs, fmt.Errorf("listening on %s of [mode.cloud.egress]: %w", l.url, err))
-			continue
+			return nil, fmt.Errorf("listening on %s of [mode.cloud.egress]: %w", l.url, err)
 		}
-		open = append(open, ln)
-	}
-	if err := errors.Join(errs...); err != nil {
-		for _, ln := range open {
-			ln.Close()
-		}
-		return nil, err
-	}
-	return open, nil
+		return ln, nil
+	}, func(ln net.Listener) { ln.Close() })
 }
 
 func (f *FrontDoor) open(ctx context.Context, l listener) (net.Listener, error) {

@@ -90,23 +90,17 @@ func (f *FrontDoor) listen(ctx context.Context) (listeners []net.Listener, addrs
 	lc := net.ListenConfig{KeepAliveConfig: net.KeepAliveConfig{
 		Enable: true, Idle: 30 * time.Second, Interval: 10 * time.Second, Count: 4,
 	}}
-	var errs []error
-	for _, p := range f.ports {
-		l, err := f.cfg.Sockets.Listen(ctx, listen.Callers, lc, "tcp", net.JoinHostPort(f.cfg.listen(), p.number))
-		if err != nil {
-			errs = append(errs, f.listenError(p, err))
-			continue
+	listeners, err = listen.OpenAll(f.ports, func(p port) (net.Listener, error) {
+		l, failed := f.cfg.Sockets.Listen(ctx, listen.Callers, lc, "tcp", net.JoinHostPort(f.cfg.listen(), p.number))
+		if failed != nil {
+			return nil, f.listenError(p, failed)
 		}
-		listeners = append(listeners, l)
+		return l, nil
+	}, func(l net.Listener) { l.Close() })
+	for _, l := range listeners {
 		addrs = append(addrs, l.Addr())
 	}
-	if len(errs) > 0 {
-		for _, l := range listeners {
-			l.Close()
-		}
-		return nil, nil, errors.Join(errs...)
-	}
-	return listeners, addrs, nil
+	return listeners, addrs, err
 }
 
 // listenError adds to err what to do about a port that cannot be opened.

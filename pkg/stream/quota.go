@@ -75,19 +75,21 @@ func (q *quota) release() {
 	if q.sessions--; q.sessions > 0 {
 		return
 	}
-	var forget func()
-	forget = func() {
-		q.all.mu.Lock()
-		defer q.all.mu.Unlock()
-		switch {
-		case q.sessions > 0 || q.all.of[q.node] != q:
-		case q.unanswered.Load() > 0: // calls of the last session have not ended yet
-			time.AfterFunc(burst, forget)
-		default:
-			delete(q.all.of, q.node)
-		}
+	time.AfterFunc(burst, q.forget)
+}
+
+// forget removes the quota of a node without sessions from the list of all quotas. If calls of its last session have
+// not ended yet, forget tries again later.
+func (q *quota) forget() {
+	q.all.mu.Lock()
+	defer q.all.mu.Unlock()
+	switch {
+	case q.sessions > 0 || q.all.of[q.node] != q:
+	case q.unanswered.Load() > 0:
+		time.AfterFunc(burst, q.forget)
+	default:
+		delete(q.all.of, q.node)
 	}
-	time.AfterFunc(burst, forget)
 }
 
 // categoryServices is the category of opens for endpoints of Services, and of the conns that edges ask for (Reach). Any

@@ -85,7 +85,7 @@ func (s *farServices) mirror(ctx context.Context, t *testing.T) {
 		if err := want(err, left, ""); err != nil {
 			return err
 		}
-		for _, url := range calls(clusterIP) {
+		for _, url := range append(calls(clusterIP), calls(clusterIPOf["edge2"])...) {
 			if answers(ctx, url) == nil {
 				return fmt.Errorf("%s: the pod of edge2 answers", url)
 			}

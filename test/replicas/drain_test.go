@@ -32,7 +32,7 @@ func TestRollingRestart(t *testing.T) {
 	if soak() {
 		n, rate, lasts = 3, 200, 60*time.Second
 		stream = order{Bytes: 1 << 20, BytesPerSecond: 128 << 10} // 8 s
-		long = order{Bytes: 128 << 20, BytesPerSecond: 8 << 20}   // 16 s
+		long = order{Bytes: 1 << 30, BytesPerSecond: 64 << 20}    // 16 s
 	}
 	f := newFleet(t, size{replicas: local(n), edges: 20})
 

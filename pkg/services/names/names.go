@@ -364,7 +364,7 @@ func (v view) ports(service *services.Service, path services.Path, port, protoco
 	return r
 }
 
-// addresses returns the address records for a name. With exists, the name exists even if it has no addresses.
+// addresses returns the address records for a name. exists reports whether the name exists: it may have no addresses.
 func (v view) addresses(texts []string, exists bool) result {
 	r := result{exists: exists || len(texts) > 0}
 	slices.Sort(texts)
