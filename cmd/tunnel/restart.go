@@ -278,6 +278,9 @@ func (r *restarter) restart(ctx context.Context) (*restarted, error) {
 	}
 	next.Release()
 	r.daemon.sockets.Leave()
+	if r.client != nil {
+		r.client.Leave()
+	}
 	r.reloader.next = next.PID()
 	if systemd != nil {
 		if _, err := fmt.Fprintf(systemd, "MAINPID=%d", next.PID()); err != nil {

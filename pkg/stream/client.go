@@ -106,6 +106,7 @@ type Client struct {
 	mu       sync.Mutex // guards the following
 	links    []*link    // live sessions, the newest last
 	draining bool       // see Drain
+	left     bool       // see Leave
 	replicas []string   // instances that the cloud has sent; none: one replica, or nothing sent yet
 	ended    []ending   // sessions that have ended since the last call of the method wanted
 	err      error      // why the last attempt or session failed, see Ready
@@ -251,6 +252,14 @@ func (c *Client) Drain() {
 	}
 }
 
+// Leave makes the client open no more sessions: another process has taken over this node. A new session would end the
+// session of that process. The client's live sessions continue.
+func (c *Client) Leave() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.left = true
+}
+
 // takesNoConns is the message of an edge that takes no new conns, but does not stop: a Drain without a grace period.
 func takesNoConns() *tunnel.Message { return message(typeDrain, "", new(pb.Drain)) }
 
@@ -380,7 +389,8 @@ func (c *Client) isMoving() bool {
 }
 
 // missingLocked reports whether the client needs another session: it has none, or cfg.All is set
-// and a replica has none. A session whose replica stops does not count. The caller holds mu.
+// and a replica has none. A session whose replica stops does not count. After Leave, missingLocked returns false. The
+// caller holds mu.
 func (c *Client) missingLocked() bool {
 	var with []string
 	for _, l := range c.links {
@@ -388,7 +398,10 @@ func (c *Client) missingLocked() bool {
 			with = append(with, l.pub.Instance)
 		}
 	}
-	if len(with) == 0 {
+	switch {
+	case c.left:
+		return false
+	case len(with) == 0:
 		return true
 	}
 	return c.cfg.All && slices.ContainsFunc(c.replicas, func(r string) bool { return !slices.Contains(with, r) })

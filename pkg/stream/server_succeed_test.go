@@ -68,6 +68,28 @@ func TestSuccession(t *testing.T) {
 	r.idle(next)
 }
 
+// Once another process has taken over, the old process opens no session, also if its sessions end. A session of the old
+// process would replace that of the new one.
+func TestNoSessionAfterLeave(t *testing.T) {
+	onFakeClock(t, func(t *testing.T, r *rig) {
+		old := r.join("edge1", direct)
+		c, far := r.pair("edge1")
+		old.client.Leave()
+		answers(t, "the conn of the old process", c, far)
+		r.cloudEnd("edge1").Close(nil)
+		r.eventually("the session of the old process ends", func() bool { return old.client.Ready() != nil })
+		next := r.succeed(old)
+		now := r.dir.Lookup("edge1")
+		time.Sleep(time.Hour)
+		if r.dir.Lookup("edge1") != now || old.client.Session() != nil {
+			t.Error("the old process has opened another session")
+		}
+		c.Close()
+		far.Close()
+		r.idle(next)
+	})
+}
+
 // A restart of an edge that fails leaves the session of the old process alone for good.
 func TestFailedSuccession(t *testing.T) {
 	onFakeClock(t, func(t *testing.T, r *rig) {

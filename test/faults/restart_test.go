@@ -244,6 +244,31 @@ func TestRestartEdge(t *testing.T) {
 	}
 }
 
+// TestRestartBoth replaces the edge, and at once the cloud, as an upgrade of a package with both does. The old process of
+// the edge still runs, and must not take the new cloud's session from the new process.
+func TestRestartBoth(t *testing.T) {
+	t.Parallel()
+	p, _ := newRestartPair(t)
+	traffic := p.liveAndNew()
+	var old []int
+	for range restarts { // which of the edge's processes reaches the new cloud last is chance
+		traffic.more(callersPerSecond)
+		old = append(old, p.restart("edge").Old, p.restart("cloud").Old)
+		traffic.more(callersPerSecond)
+		if n, err := metric(p.CloudHealth(), "tunnel_sessions_replaced_total"); err != nil || n != 0 {
+			t.Errorf("%v sessions were replaced, %v", n, err)
+		}
+	}
+	for _, pid := range old {
+		gone(t, pid)
+	}
+	traffic.more(callersPerSecond)
+	traffic.end()
+	if n := traffic.failed.Load(); n > 0 {
+		t.Errorf("%d callers failed", n)
+	}
+}
+
 // successor waits for the n-th new process of a log, and returns its id.
 func successor(t *testing.T, log *rig.Log, n int) (pid int) {
 	t.Helper()
