@@ -257,7 +257,7 @@ func (r *restarter) restart(ctx context.Context) (*restarted, error) {
 	log := r.daemon.log
 	next, err := takeover.Start(takeover.Config{
 		Program: program, Args: os.Args, Env: os.Environ(), Sockets: r.daemon.sockets, Instance: r.instance(),
-		Endpoints: r.daemon.endpoints(),
+		Endpoints: r.daemon.endpoints(), Sibling: systemd != nil,
 	})
 	if err != nil {
 		return nil, conflictf("starting %s: %w", program, err)

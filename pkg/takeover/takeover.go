@@ -22,8 +22,8 @@
 // Until the new process serves, the old process can still continue. After an error, or when the new process ends, the
 // old process calls Kill, and sockets.Resume. If the old process ends first, the new process serves.
 //
-// The new process is a child, so it has the same user, limits and namespaces. The sockets and one end of a
-// socketpair(2) are open files of the child. The processes exchange lines of JSON over the pair.
+// The old process forks, so the new process has the same user, limits and namespaces. The sockets and one end of a
+// socketpair(2) are open files of the new process. The processes exchange lines of JSON over the pair.
 //
 // SO_REUSEPORT would not do: it gives each process a queue of its own. When a process closes its listener, the kernel
 // resets the connections in the queue of the listener. So each restart would refuse some callers.
@@ -58,6 +58,11 @@ type Config struct {
 	// Endpoints returns the endpoints of Multipath TCP that an edge has made (package multipath). Go passes them to the
 	// new process. nil: there are none.
 	Endpoints func() []string
+	// Sibling makes the new process a child of this process's parent, as systemd needs it. systemd lets a service end by
+	// itself only if the service's main process is a child of systemd: without Sibling, `systemctl stop` kills the new
+	// process at once (systemd's src/core/service.c: main_pid_alien). Only Linux can do that: elsewhere Sibling changes
+	// nothing.
+	Sibling bool
 }
 
 // Failure is the error of a new process that does not serve, as the new process has sent it.

@@ -43,13 +43,13 @@ func next(value, does string) {
 	if before.Instance() != "the instance" {
 		panic(before.Instance())
 	}
+	if does == "hangs" {
+		select {}
+	}
 	ln, err := before.Sockets().Open(listen.Callers, listen.Name{Network: "tcp", Address: "127.0.0.1:0"},
 		func() (net.Listener, error) { panic("the socket is not there") })
 	if err != nil {
 		panic(err)
-	}
-	if does == "hangs" {
-		select {}
 	}
 	nodes, err := before.Ready(context.Background())
 	if err != nil || len(nodes) != 2 && does != "orphan" {

@@ -60,19 +60,39 @@ func Start(cfg Config) (*Successor, error) {
 		o.Sockets = append(o.Sockets, one.Name)
 		s.cmd.ExtraFiles = append(s.cmd.ExtraFiles, one.File)
 	}
+	if cfg.Sibling {
+		s.cmd.SysProcAttr = sibling()
+	}
 	if err = s.cmd.Start(); err != nil {
 		ours.Close()
 		return nil, err
 	}
 	go func() {
 		defer close(s.ended)
-		s.cmd.Wait() //nolint:errcheck // ProcessState says how the process has ended
-		s.failed = fmt.Errorf("the new process has ended: %s", s.cmd.ProcessState)
+		s.failed = s.wait()
 	}()
 	if err = s.out.Encode(message{Offer: o}); err != nil {
 		return s, errors.Join(s.why(err), s.Kill())
 	}
 	return s, nil
+}
+
+// wait waits until the new process has ended, and says how it has ended.
+func (s *Successor) wait() error {
+	s.cmd.Wait() //nolint:errcheck // ProcessState says how the process has ended
+	if state := s.cmd.ProcessState; state != nil {
+		return fmt.Errorf("the new process has ended: %s", state)
+	}
+	// The new process is a child of this process's parent, so only the parent learns how it ends. A pidfd tells this
+	// process that it has ended (pidfd_open(2)). Before Linux 5.4, Go has no pidfd, and wait returns at once: Kill then
+	// does not wait for the end of a process that it has killed.
+	s.cmd.Process.WithHandle(func(pidfd uintptr) { //nolint:errcheck // see above
+		fds := []unix.PollFd{{Fd: int32(pidfd), Events: unix.POLLIN}} //nolint:gosec // a file descriptor
+		for _, err := unix.Poll(fds, -1); errors.Is(err, unix.EINTR); {
+			_, err = unix.Poll(fds, -1)
+		}
+	})
+	return errors.New("the new process has ended")
 }
 
 // pair returns the two ends of a socketpair. theirs is for the child.
