@@ -34,9 +34,14 @@ func notify(state string) error {
 	return err
 }
 
-// isUnknownChild reports whether systemd watches the process pid and would not hear of another one. Before version
-// 248, systemd sets no SYSTEMD_EXEC_PID.
+// isChildOfSystemd reports whether systemd has started the process pid. Before version 248, systemd sets no
+// SYSTEMD_EXEC_PID.
+func isChildOfSystemd(env func(string) string, pid, parent int) bool {
+	return env("SYSTEMD_EXEC_PID") == strconv.Itoa(pid) ||
+		env("SYSTEMD_EXEC_PID") == "" && env("INVOCATION_ID") != "" && parent == 1
+}
+
+// isUnknownChild reports whether systemd watches the process pid and would not hear of another one.
 func isUnknownChild(env func(string) string, pid, parent int) bool {
-	return env(notifyVariable) == "" && (env("SYSTEMD_EXEC_PID") == strconv.Itoa(pid) ||
-		env("SYSTEMD_EXEC_PID") == "" && env("INVOCATION_ID") != "" && parent == 1)
+	return env(notifyVariable) == "" && isChildOfSystemd(env, pid, parent)
 }

@@ -89,6 +89,8 @@ const (
 	// moveTime is how long the edges may take to move to the new process. Then the new process serves, and callers of
 	// edges that have not moved wait for at most moveTime again.
 	moveTime = 12 * time.Second
+	// systemdTime is how long systemd may take to read a notification.
+	systemdTime = 5 * time.Second
 	// lastTime is how long the old process continues before it drains. Callers that the old process accepted last have
 	// this time for their TLS handshake.
 	lastTime = 1500 * time.Millisecond
@@ -112,6 +114,10 @@ func (d *daemon) takeOver(ctx context.Context) error {
 	nodes, err := d.before.Ready(starting)
 	if err != nil {
 		return err
+	}
+	// Until then, the old process of an edge may have opened a session, which has ended the one of this process.
+	if err := d.untilReady(starting); err != nil {
+		return fmt.Errorf("no longer ready: %w", err)
 	}
 	if d.expect != nil {
 		d.expect(ctx, nodes)
@@ -257,7 +263,8 @@ func (r *restarter) restart(ctx context.Context) (*restarted, error) {
 	log := r.daemon.log
 	next, err := takeover.Start(takeover.Config{
 		Program: program, Args: os.Args, Env: os.Environ(), Sockets: r.daemon.sockets, Instance: r.instance(),
-		Endpoints: r.daemon.endpoints(), Sibling: systemd != nil,
+		Endpoints: r.daemon.endpoints(),
+		Sibling:   systemd != nil && (r.daemon.before != nil || isChildOfSystemd(os.Getenv, os.Getpid(), os.Getppid())),
 	})
 	if err != nil {
 		return nil, conflictf("starting %s: %w", program, err)
@@ -278,11 +285,9 @@ func (r *restarter) restart(ctx context.Context) (*restarted, error) {
 	}
 	next.Release()
 	r.daemon.sockets.Leave()
-	if r.client != nil {
-		r.client.Leave()
-	}
 	r.reloader.next = next.PID()
 	if systemd != nil {
+		systemd.SetWriteDeadline(time.Now().Add(systemdTime)) //nolint:errcheck // then the write fails
 		if _, err := fmt.Fprintf(systemd, "MAINPID=%d", next.PID()); err != nil {
 			log.Error("systemd does not know the new process, and ends it with this one", "pid", next.PID(), "err", err)
 		}
@@ -310,8 +315,8 @@ func (r *restarter) instance() string {
 	return r.client.Instance()
 }
 
-// hand hands over to the new process. If it returns an error, the edges stay with this process, which again accepts
-// them.
+// hand hands over to the new process. In an edge, only the new process then opens sessions. If hand returns an error,
+// this process continues: a cloud accepts edges, and an edge opens sessions.
 func (r *restarter) hand(ctx context.Context, next *takeover.Successor) error {
 	starting, cancel := context.WithTimeout(ctx, startTime+time.Second) // the new process gives up first, and says why
 	defer cancel()
@@ -319,7 +324,12 @@ func (r *restarter) hand(ctx context.Context, next *takeover.Successor) error {
 		return err
 	}
 	if r.edges == nil {
-		return r.serve(ctx, next, nil)
+		r.client.Pause()
+		err := r.serve(ctx, next, nil)
+		if err != nil {
+			r.client.Resume()
+		}
+		return err
 	}
 	if r.inventory != nil {
 		r.inventory.Leave()

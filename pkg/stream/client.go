@@ -106,13 +106,15 @@ type Client struct {
 	mu       sync.Mutex // guards the following
 	links    []*link    // live sessions, the newest last
 	draining bool       // see Drain
-	left     bool       // see Leave
+	paused   bool       // see Pause
 	replicas []string   // instances that the cloud has sent; none: one replica, or nothing sent yet
 	ended    []ending   // sessions that have ended since the last call of the method wanted
 	err      error      // why the last attempt or session failed, see Ready
 	hurry    hurry      // why the next pause ends at once; pause clears it
 	tried    string     // the address that the last attempt to join has reached or tried; empty: none
 	sources  sources    // as they were at the last attempt, or at the last call of NetworkChanged
+	// endAttempt ends the newest attempt to open a session; nil: there was none.
+	endAttempt context.CancelFunc
 	// changed wakes Run and waitForSuccessor when a field above changes.
 	changed tunnel.Change
 }
@@ -252,12 +254,35 @@ func (c *Client) Drain() {
 	}
 }
 
-// Leave makes the client open no more sessions: another process has taken over this node. A new session would end the
-// session of that process. The client's live sessions continue.
-func (c *Client) Leave() {
+// Pause makes the client open no sessions until Resume: another process takes over this node, and a new session would
+// replace the session of that process. An attempt that is under way ends. The client's live sessions continue.
+func (c *Client) Pause() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.left = true
+	c.paused = true
+	if c.endAttempt != nil {
+		c.endAttempt()
+	}
+}
+
+// Resume ends a Pause.
+func (c *Client) Resume() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.paused = false
+	c.changed.Notify()
+}
+
+// beginAttempt returns a context for an attempt to open a session. Pause ends the context, and so does the caller.
+func (c *Client) beginAttempt(ctx context.Context) (context.Context, context.CancelFunc) {
+	ctx, end := context.WithCancel(ctx)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.endAttempt = end
+	if c.paused {
+		end()
+	}
+	return ctx, end
 }
 
 // takesNoConns is the message of an edge that takes no new conns, but does not stop: a Drain without a grace period.
@@ -285,6 +310,9 @@ func (c *Client) Run(ctx context.Context) error {
 		}
 		if ctx.Err() != nil {
 			return nil
+		}
+		if c.isPaused() { // Pause has ended the attempt
+			continue
 		}
 		d := wait.next(err, c.isMoving())
 		if isSecond(err) || errors.Is(err, ErrTwice) || errors.Is(err, ErrSelf) {
@@ -388,8 +416,14 @@ func (c *Client) isMoving() bool {
 	return len(c.links) > 0 && !slices.ContainsFunc(c.links, stays)
 }
 
+func (c *Client) isPaused() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.paused
+}
+
 // missingLocked reports whether the client needs another session: it has none, or cfg.All is set
-// and a replica has none. A session whose replica stops does not count. After Leave, missingLocked returns false. The
+// and a replica has none. A session whose replica stops does not count. During a Pause, missingLocked returns false. The
 // caller holds mu.
 func (c *Client) missingLocked() bool {
 	var with []string
@@ -399,7 +433,7 @@ func (c *Client) missingLocked() bool {
 		}
 	}
 	switch {
-	case c.left:
+	case c.paused:
 		return false
 	case len(with) == 0:
 		return true
@@ -407,8 +441,10 @@ func (c *Client) missingLocked() bool {
 	return c.cfg.All && slices.ContainsFunc(c.replicas, func(r string) bool { return !slices.Contains(with, r) })
 }
 
-// open connects to the cloud, joins, and adds the new session to links.
+// open connects to the cloud, joins, and adds the new session to links. The session may outlive ctx for a while.
 func (c *Client) open(ctx context.Context) (l *link, err error) {
+	attempt, end := c.beginAttempt(ctx)
+	defer end()
 	var shown *handshake
 	defer func() {
 		if err != nil {
@@ -427,7 +463,7 @@ func (c *Client) open(ctx context.Context) (l *link, err error) {
 		return nil, err
 	}
 	c.noteAttempt()
-	raw, err := c.cfg.connect(ctx)
+	raw, err := c.cfg.connect(attempt)
 	c.noteTried(raw, err)
 	if err != nil {
 		return nil, err
@@ -450,7 +486,7 @@ func (c *Client) open(ctx context.Context) (l *link, err error) {
 		hangUp()
 		return nil, err
 	}
-	s, err := c.join(ctx, sctx, cc, own, credential)
+	s, err := c.join(attempt, sctx, cc, own, credential)
 	if err != nil {
 		return fail(err)
 	}
@@ -460,6 +496,11 @@ func (c *Client) open(ctx context.Context) (l *link, err error) {
 	}
 	l = &link{edgeSession: s, sctx: sctx, cancel: cancel, hangUp: hangUp, shown: shown, route: route, token: token}
 	c.mu.Lock()
+	if c.paused {
+		c.mu.Unlock()
+		s.abandon(context.Canceled)
+		return fail(context.Canceled)
+	}
 	c.links = append(c.links, l)
 	if c.draining {
 		l.post(takesNoConns())

@@ -1,6 +1,7 @@
 package stream
 
 import (
+	"context"
 	"io"
 	"net"
 	"testing"
@@ -68,13 +69,13 @@ func TestSuccession(t *testing.T) {
 	r.idle(next)
 }
 
-// Once another process has taken over, the old process opens no session, also if its sessions end. A session of the old
-// process would replace that of the new one.
-func TestNoSessionAfterLeave(t *testing.T) {
+// Once another process takes over, the old process opens no session, also if its sessions end. Its session would replace
+// that of the new process.
+func TestPause(t *testing.T) {
 	onFakeClock(t, func(t *testing.T, r *rig) {
 		old := r.join("edge1", direct)
 		c, far := r.pair("edge1")
-		old.client.Leave()
+		old.client.Pause()
 		answers(t, "the conn of the old process", c, far)
 		r.cloudEnd("edge1").Close(nil)
 		r.eventually("the session of the old process ends", func() bool { return old.client.Ready() != nil })
@@ -84,9 +85,41 @@ func TestNoSessionAfterLeave(t *testing.T) {
 		if r.dir.Lookup("edge1") != now || old.client.Session() != nil {
 			t.Error("the old process has opened another session")
 		}
+		next.Stop()
+		old.client.Resume()
+		r.eventually("the old process joins again", func() bool { return old.client.Ready() == nil })
 		c.Close()
 		far.Close()
-		r.idle(next)
+		r.idle(old)
+	})
+}
+
+// Pause ends an attempt that is under way.
+func TestPauseEndsAttempt(t *testing.T) {
+	onFakeClock(t, func(t *testing.T, r *rig) {
+		cfg := r.clientConfig("edge1")
+		dials, join := 0, cfg.Dial
+		cfg.Dial = func(ctx context.Context, network, addr string) (net.Conn, error) {
+			if dials++; dials == 1 {
+				<-ctx.Done()
+				return nil, ctx.Err()
+			}
+			return join(ctx, network, addr)
+		}
+		e := r.start(cfg, direct)
+		synctest.Wait()
+		e.client.Pause()
+		time.Sleep(time.Hour)
+		if dials != 1 || e.client.Ready() == nil {
+			t.Errorf("%d dials, %v", dials, e.client.Ready())
+		}
+		began := time.Now()
+		e.client.Resume()
+		r.eventually("the edge joins", func() bool { return e.client.Ready() == nil })
+		if took := time.Since(began); took > time.Second {
+			t.Errorf("after Resume, the edge joins after %v", took)
+		}
+		r.idle(e)
 	})
 }
 

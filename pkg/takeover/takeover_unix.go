@@ -79,20 +79,19 @@ func Start(cfg Config) (*Successor, error) {
 
 // wait waits until the new process has ended, and says how it has ended.
 func (s *Successor) wait() error {
-	s.cmd.Wait() //nolint:errcheck // ProcessState says how the process has ended
-	if state := s.cmd.ProcessState; state != nil {
-		return fmt.Errorf("the new process has ended: %s", state)
+	if s.cmd.SysProcAttr == nil {
+		s.cmd.Wait() //nolint:errcheck // ProcessState says how the process has ended
+		return fmt.Errorf("the new process has ended: %s", s.cmd.ProcessState)
 	}
-	// The new process is a child of this process's parent, so only the parent learns how it ends. A pidfd tells this
-	// process that it has ended (pidfd_open(2)). Before Linux 5.4, Go has no pidfd, and wait returns at once: Kill then
-	// does not wait for the end of a process that it has killed.
+	// Only the parent learns how a sibling ends. That it has ended, its pidfd says (pidfd_open(2)). Before Linux 5.4,
+	// WithHandle fails, since there are no pidfds. Then Kill does not wait for the end of the process.
 	s.cmd.Process.WithHandle(func(pidfd uintptr) { //nolint:errcheck // see above
 		fds := []unix.PollFd{{Fd: int32(pidfd), Events: unix.POLLIN}} //nolint:gosec // a file descriptor
 		for _, err := unix.Poll(fds, -1); errors.Is(err, unix.EINTR); {
 			_, err = unix.Poll(fds, -1)
 		}
 	})
-	return errors.New("the new process has ended")
+	return errors.New("the new process has ended; the log has its last words")
 }
 
 // pair returns the two ends of a socketpair. theirs is for the child.

@@ -396,11 +396,14 @@ done
 exit 1
 `
 
-// alone waits until the processes have ended from which those of the new version have taken over.
+// alone waits until the old processes have ended, which takes up to 25 s.
 const alone = `
-for unit in tunnel-cloud tunnel-edge; do
-	until [ "$(wc -l </sys/fs/cgroup/system.slice/$unit.service/cgroup.procs)" = 1 ]; do sleep 0.1; done
+for i in $(seq 400); do
+	count=$(cat /sys/fs/cgroup/system.slice/tunnel-{cloud,edge}.service/cgroup.procs | wc -l)
+	[ "$count" != 2 ] || exit 0
+	sleep 0.1
 done
+exit 1
 `
 
 // TestUnitsRun runs both units of the package with the configuration of tunnel init and tunnel join, through an
@@ -432,11 +435,15 @@ systemctl restart tunnel-edge`)
 	d.shell("dpkg -i /srv/new.deb")
 	d.shell(through)
 	d.wantOwnFiles(mine)
-	if second := d.wantActive(); second[0] == first[0] || second[1] == first[1] {
+	second := d.wantActive()
+	if second[0] == first[0] || second[1] == first[1] {
 		t.Errorf("processes %q before the upgrade, %q afterwards", first, second)
 	}
-
 	d.shell(alone)
+	if later := d.wantActive(); !slices.Equal(later, second) {
+		t.Errorf("processes %q after the upgrade, and %q when the old ones had ended", second, later)
+	}
+
 	d.shell("dpkg -r tunnel")
 	if out := d.shell("systemctl is-active tunnel-cloud tunnel-edge || true"); out != "inactive\ninactive\n" {
 		t.Errorf("after the removal, the units are %q\n%s", out, d.shell(diagnosis))
