@@ -1,7 +1,7 @@
 # Tests with processes of their own. Included by the Makefile of the repository; paths are
 # relative to its directory. Linux only; no root but where it is said.
 
-.PHONY: faults replicas vanish hostile soak links interop udp udp-programs networks balancers boxes nftables cni cni-bench chromium page page-pictures services fuzz-choose
+.PHONY: faults replicas vanish hostile busy soak links interop udp udp-programs networks balancers boxes nftables cni cni-bench chromium page page-pictures services fuzz-choose
 
 faults: ## kill, stop and starve cloud and edge, each a process (45 seconds)
 	go test -count=1 -timeout 5m -v ./test/faults
@@ -69,6 +69,9 @@ fuzz-choose: ## the same, with Services that a fuzzer makes, for FUZZTIME (60s)
 
 hostile: ## edges, callers and strangers that mean harm: what the others notice (nineteen minutes)
 	TUNNEL_HOSTILE=1 go test -count=1 -timeout 30m -v ./test/hostile
+
+busy: ## the whole suite, twenty times beside four busy processes: a test that needs a fast machine fails (two hours; RUNS=5)
+	@test/busy.sh $(RUNS)
 
 soak: ## the same with ten pairs, also away for 40 s: 40 kills; and replicas as promised (fourteen minutes)
 	TUNNEL_SOAK=1 go test -count=1 -timeout 25m -v -p 1 ./test/faults ./test/replicas

@@ -2,6 +2,7 @@ package links
 
 import (
 	"fmt"
+	"net"
 	"strings"
 	"sync"
 	"testing"
@@ -49,11 +50,42 @@ func (f *far) echoOne(dialling chan struct{}) error {
 		return err
 	}
 	defer c.Close()
+	return echoByte(c)
+}
+
+func echoByte(c net.Conn) error {
 	c.SetDeadline(time.Now().Add(20 * time.Second))
-	if _, err = c.Write([]byte("x")); err == nil {
+	_, err := c.Write([]byte("x"))
+	if err == nil {
 		_, err = c.Read(make([]byte, 1))
 	}
 	return err
+}
+
+// One node has 3,000 conns at once with the default limits, and each of them works.
+func TestManyConns(t *testing.T) {
+	f := newFar(t)
+	open := make([]net.Conn, 0, 3000)
+	defer func() {
+		for _, c := range open {
+			c.Close()
+		}
+	}()
+	for range cap(open) {
+		c, err := dial(f.cloud, f.door)
+		if err == nil {
+			open = append(open, c)
+			err = echoByte(c)
+		}
+		if err != nil {
+			t.Fatalf("conn %d: %v", len(open), err)
+		}
+	}
+	for i, c := range open {
+		if err := echoByte(c); err != nil {
+			t.Fatalf("conn %d of %d: %v", i+1, len(open), err)
+		}
+	}
 }
 
 // Bursts and a high rate of conns to one node, over a far link and with the default limits:
