@@ -287,7 +287,7 @@ func (r *restarter) restart(ctx context.Context) (*restarted, error) {
 	r.daemon.sockets.Leave()
 	r.reloader.next = next.PID()
 	if systemd != nil {
-		systemd.SetWriteDeadline(time.Now().Add(systemdTime)) //nolint:errcheck // then the write fails
+		systemd.SetWriteDeadline(time.Now().Add(systemdTime))
 		if _, err := fmt.Fprintf(systemd, "MAINPID=%d", next.PID()); err != nil {
 			log.Error("systemd does not know the new process, and ends it with this one", "pid", next.PID(), "err", err)
 		}

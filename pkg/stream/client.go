@@ -423,8 +423,8 @@ func (c *Client) isPaused() bool {
 }
 
 // missingLocked reports whether the client needs another session: it has none, or cfg.All is set
-// and a replica has none. A session whose replica stops does not count. During a Pause, missingLocked returns false. The
-// caller holds mu.
+// and a replica has none. A session whose replica stops does not count. During a Pause, missingLocked returns false.
+// The caller holds mu.
 func (c *Client) missingLocked() bool {
 	var with []string
 	for _, l := range c.links {

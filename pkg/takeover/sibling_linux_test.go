@@ -42,7 +42,8 @@ func TestSibling(t *testing.T) {
 func oldProcess(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
-	if err := startSibling(t, "exits").Ready(ctx); err == nil || !strings.HasPrefix(err.Error(), "the new process has ended;") {
+	err := startSibling(t, "exits").Ready(ctx)
+	if err == nil || !strings.HasPrefix(err.Error(), "the new process has ended;") {
 		t.Errorf("it exits: %v", err)
 	}
 	s := startSibling(t, "hangs")

@@ -244,8 +244,8 @@ func TestRestartEdge(t *testing.T) {
 	}
 }
 
-// TestRestartBoth replaces the edge, and at once the cloud, as an upgrade of a package with both does. The old process of
-// the edge still runs, and must not join the new cloud: it would replace the session of the edge's new process.
+// TestRestartBoth replaces the edge, and at once the cloud, as an upgrade of a package with both does. The edge's old
+// process still runs, and must not join the new cloud: it would replace the session of the edge's new process.
 func TestRestartBoth(t *testing.T) {
 	t.Parallel()
 	p, _ := newRestartPair(t)

@@ -19,8 +19,8 @@ import (
 )
 
 const (
-	// hangs is after how long a request that neither fails nor succeeds hangs.
-	hangs = 14 * time.Second
+	// hangs is after how long a request that neither fails nor succeeds hangs: a peer that is lost must be known before.
+	hangs = noticeWithin + atOnce
 	// workers is how many requests may be under way at once.
 	workers = 64
 	// balanced stands for a replica: whichever the balancer chooses.
