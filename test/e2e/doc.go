@@ -40,6 +40,9 @@
 //
 //	go test -tags e2e -count=1 -v -run TestServices ./test/e2e
 //
+// TestServicesKills (make e2e-kills) kills edges with Services, the cloud and kube-apiserver for ten minutes, while
+// Services come and go. make e2e leaves it out.
+//
 // TestPages types the commands of the pages that need a cluster, in one cluster: docs/kubernetes.md,
 // deployment/README.md by kustomize and by Helm, backup, upgrade, and what kubeadm makes of
 // docs/kubeadm.md. The marks before the blocks name the scenarios (package test/docs).

@@ -1,7 +1,7 @@
 # The end-to-end tests. Included by the Makefile of the repository; paths are relative to its directory.
 # The cluster has its own README: test/cluster/README.md.
 
-.PHONY: cluster-demo e2e e2e-bench e2e-build e2e-up e2e-down e2e-pictures conformance conformance-build
+.PHONY: cluster-demo e2e e2e-bench e2e-build e2e-kills e2e-up e2e-down e2e-pictures conformance conformance-build
 
 e2e: e2e-build ## prove the main job on a real Kubernetes (root, Debian 12; 28 minutes, the first time 47; FROM=COMMIT: upgrade from it)
 	@status=0; TUNNEL_E2E_FROM='$(FROM)' go test -tags e2e -count=1 -v -timeout 60m ./test/e2e || status=$$?; \
@@ -9,6 +9,10 @@ e2e: e2e-build ## prove the main job on a real Kubernetes (root, Debian 12; 28 m
 
 e2e-bench: ## what 10,000 nodes that join within a minute cost a real API server (root; two minutes)
 	@go test -tags e2e -run '^$$' -bench . -benchtime 1x -timeout 10m ./test/e2e
+
+e2e-kills: e2e-build ## edges with Services, cloud and API server are killed for ten minutes: no state is lost, none stays (root; KILLS=30m)
+	@status=0; TUNNEL_E2E_KILLS=$(or $(KILLS),10m) go test -tags e2e -count=1 -v -timeout 3h -run '^TestServicesKills$$' ./test/e2e || status=$$?; \
+	test/cluster/down.sh && exit $$status
 
 # RECORD keeps the record; the pictures go to docs/.
 e2e-pictures: RECORD = $(or $(TMPDIR),/tmp)/tunnel-record
