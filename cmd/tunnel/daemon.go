@@ -46,6 +46,9 @@ type daemon struct {
 	outlived  atomic.Bool              // the old process has ended, see place
 	// expect waits until the edges have moved from the old process to this one; nil: there is nothing to wait for.
 	expect func(ctx context.Context, nodes []tunnel.NodeName)
+	// joinAgain ends the pause of an edge that has no session, or else its next pause. The old process may have opened a
+	// session before it stopped doing so, and the cloud has ended the one of this process then. nil: a cloud.
+	joinAgain func()
 	// endRestart ends a restart that is under way, when this process stops; nil: nothing to do.
 	endRestart func()
 	// leave runs before the modules stop, while they still serve; nil: nothing to do.

@@ -143,7 +143,7 @@ func wireEdge(e *conf.Edge, log *slog.Logger, at place) (*edgeWiring, error) {
 	if err = w.newClient(log); err != nil {
 		return nil, err
 	}
-	w.routes = w.client.Router().Routes()
+	w.routes, w.joinAgain = w.client.Router().Routes(), w.client.HurryUp
 	w.about = []any{"node_from", e.NodeFrom, "cloud", strings.Join(e.Places(), ", "), "allow", w.policy.String()}
 
 	// The modules of an edge, in order.

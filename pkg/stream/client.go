@@ -114,7 +114,7 @@ type Client struct {
 	tried    string     // the address that the last attempt to join has reached or tried; empty: none
 	sources  sources    // as they were at the last attempt, or at the last call of NetworkChanged
 	// endAttempt ends the newest attempt to open a session; nil: there was none.
-	endAttempt context.CancelFunc
+	endAttempt context.CancelCauseFunc
 	// changed wakes Run and waitForSuccessor when a field above changes.
 	changed tunnel.Change
 }
@@ -261,7 +261,7 @@ func (c *Client) Pause() {
 	defer c.mu.Unlock()
 	c.paused = true
 	if c.endAttempt != nil {
-		c.endAttempt()
+		c.endAttempt(errPaused)
 	}
 }
 
@@ -273,16 +273,19 @@ func (c *Client) Resume() {
 	c.changed.Notify()
 }
 
+// errPaused is why Pause ends an attempt to open a session.
+var errPaused = errors.New("another process takes over")
+
 // beginAttempt returns a context for an attempt to open a session. Pause ends the context, and so does the caller.
-func (c *Client) beginAttempt(ctx context.Context) (context.Context, context.CancelFunc) {
-	ctx, end := context.WithCancel(ctx)
+func (c *Client) beginAttempt(ctx context.Context) (context.Context, func()) {
+	ctx, end := context.WithCancelCause(ctx)
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.endAttempt = end
 	if c.paused {
-		end()
+		end(errPaused)
 	}
-	return ctx, end
+	return ctx, func() { end(nil) }
 }
 
 // takesNoConns is the message of an edge that takes no new conns, but does not stop: a Drain without a grace period.
@@ -311,7 +314,7 @@ func (c *Client) Run(ctx context.Context) error {
 		if ctx.Err() != nil {
 			return nil
 		}
-		if c.isPaused() { // Pause has ended the attempt
+		if errors.Is(err, errPaused) {
 			continue
 		}
 		d := wait.next(err, c.isMoving())
@@ -416,12 +419,6 @@ func (c *Client) isMoving() bool {
 	return len(c.links) > 0 && !slices.ContainsFunc(c.links, stays)
 }
 
-func (c *Client) isPaused() bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.paused
-}
-
 // missingLocked reports whether the client needs another session: it has none, or cfg.All is set
 // and a replica has none. A session whose replica stops does not count. During a Pause, missingLocked returns false.
 // The caller holds mu.
@@ -441,13 +438,17 @@ func (c *Client) missingLocked() bool {
 	return c.cfg.All && slices.ContainsFunc(c.replicas, func(r string) bool { return !slices.Contains(with, r) })
 }
 
-// open connects to the cloud, joins, and adds the new session to links. The session may outlive ctx for a while.
+// open connects to the cloud, joins, and adds the new session to links. When ctx is done, the session still has the
+// grace period. If Pause ends the attempt, the error is errPaused.
 func (c *Client) open(ctx context.Context) (l *link, err error) {
 	attempt, end := c.beginAttempt(ctx)
 	defer end()
 	var shown *handshake
 	defer func() {
 		if err != nil {
+			if errors.Is(context.Cause(attempt), errPaused) {
+				err = errPaused
+			}
 			err = c.explain(err, shown)
 			c.mu.Lock()
 			c.err = err
@@ -498,8 +499,8 @@ func (c *Client) open(ctx context.Context) (l *link, err error) {
 	c.mu.Lock()
 	if c.paused {
 		c.mu.Unlock()
-		s.abandon(context.Canceled)
-		return fail(context.Canceled)
+		s.abandon(errPaused)
+		return fail(errPaused)
 	}
 	c.links = append(c.links, l)
 	if c.draining {

@@ -58,10 +58,10 @@ type Config struct {
 	// Endpoints returns the endpoints of Multipath TCP that an edge has made (package multipath). Go passes them to the
 	// new process. nil: there are none.
 	Endpoints func() []string
-	// Sibling makes the new process a child of this process's parent, which must be systemd. systemd waits for the end of
-	// a service's main process only if it is a child of systemd. Of any other main process, `systemctl stop` does not
-	// wait: unless the service has another process, systemd sends SIGTERM and SIGKILL together (main_pid_alien in
-	// systemd's src/core/service.c). Only Linux has siblings: elsewhere Sibling changes nothing.
+	// Sibling makes the new process a child of this process's parent. Set it only if that parent is systemd. systemd waits
+	// for the end of a service's main process only if it is a child of systemd. Of any other main process, `systemctl
+	// stop` does not wait: unless the service has another process, systemd sends SIGTERM and SIGKILL together
+	// (main_pid_alien in systemd's src/core/service.c). Only Linux has siblings: elsewhere Sibling changes nothing.
 	Sibling bool
 }
 

@@ -83,15 +83,16 @@ func (s *Successor) wait() error {
 		s.cmd.Wait() //nolint:errcheck // ProcessState says how the process has ended
 		return fmt.Errorf("the new process has ended: %s", s.cmd.ProcessState)
 	}
-	// Only the parent learns how a sibling ends. That it has ended, its pidfd says (pidfd_open(2)). Before Linux 5.4,
-	// WithHandle fails, since there are no pidfds. Then Kill does not wait for the end of the process.
+	// Only the parent of a sibling learns how the sibling ends. From the sibling's pidfd (pidfd_open(2)), this process
+	// learns that it has ended. Before Linux 5.4, WithHandle fails, since there are no pidfds. Then Kill does not wait for
+	// the end of the process.
 	s.cmd.Process.WithHandle(func(pidfd uintptr) { //nolint:errcheck // see above
 		fds := []unix.PollFd{{Fd: int32(pidfd), Events: unix.POLLIN}} //nolint:gosec // a file descriptor
 		for _, err := unix.Poll(fds, -1); errors.Is(err, unix.EINTR); {
 			_, err = unix.Poll(fds, -1)
 		}
 	})
-	return errors.New("the new process has ended; the log has its last words")
+	return errors.New("the new process has ended; see its log")
 }
 
 // pair returns the two ends of a socketpair. theirs is for the child.

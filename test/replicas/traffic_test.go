@@ -19,7 +19,7 @@ import (
 )
 
 const (
-	// hangs is after how long a request that neither fails nor succeeds hangs: a peer that is lost must be known before.
+	// A request that takes longer than hangs has hung. A peer that is lost is noticed earlier.
 	hangs = noticeWithin + atOnce
 	// workers is how many requests may be under way at once.
 	workers = 64
