@@ -1,6 +1,7 @@
 #!/bin/bash
-# busy.sh [RUNS]: runs the whole test suite RUNS times, 20 without an argument, while four processes keep the machine busy.
-# A test that depends on the speed of the machine fails here. Programs and logs are in a folder that goes when all runs pass.
+# busy.sh [RUNS]: runs the tests of all packages of the main module RUNS times, 20 without an argument, while four processes
+# keep the machine busy. A test that depends on the speed of the machine fails here. Programs and logs are in a folder,
+# which is removed if all runs pass, and else kept.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 runs=${1:-20}
@@ -9,11 +10,12 @@ busy=()
 trap '[ ${#busy[@]} = 0 ] || kill "${busy[@]}"' EXIT
 
 echo "building the tests into $dir"
+go list -f '{{if or .TestGoFiles .XTestGoFiles}}{{.ImportPath}} {{.Dir}}{{end}}' ./... >"$dir/packages"
 while read -r package folder; do
   name=${package//\//_}
   go test -c -o "$dir/$name" "$package"
   echo "$name $folder"
-done >"$dir/tests" < <(go list -f '{{if or .TestGoFiles .XTestGoFiles}}{{.ImportPath}} {{.Dir}}{{end}}' ./...)
+done <"$dir/packages" >"$dir/tests"
 
 for _ in 1 2 3 4; do
   sh -c 'while :; do :; done' &

@@ -10,7 +10,7 @@ e2e: e2e-build ## prove the main job on a real Kubernetes (root, Debian 12; 28 m
 e2e-bench: ## what 10,000 nodes that join within a minute cost a real API server (root; two minutes)
 	@go test -tags e2e -run '^$$' -bench . -benchtime 1x -timeout 10m ./test/e2e
 
-e2e-kills: e2e-build ## edges with Services, cloud and API server are killed for ten minutes: no state is lost, none stays (root; KILLS=30m)
+e2e-kills: e2e-build ## edges with Services, cloud and API server are killed for ten minutes: nodes keep their rules, and drop those of deleted Services (root; KILLS=30m)
 	@status=0; TUNNEL_E2E_KILLS=$(or $(KILLS),10m) go test -tags e2e -count=1 -v -timeout 3h -run '^TestServicesKills$$' ./test/e2e || status=$$?; \
 	test/cluster/down.sh && exit $$status
 
