@@ -33,8 +33,8 @@ func trainSegment(control []byte) int {
 		return 0
 	}
 	for _, m := range messages {
-		if m.Header.Level == unix.IPPROTO_UDP && m.Header.Type == unix.UDP_GRO && len(m.Data) >= 2 {
-			return int(binary.NativeEndian.Uint16(m.Data)) // little-endian kernels write 4 bytes: the first 2 suffice
+		if m.Header.Level == unix.IPPROTO_UDP && m.Header.Type == unix.UDP_GRO && len(m.Data) >= 4 {
+			return int(binary.NativeEndian.Uint32(m.Data)) // an int: udp_cmsg_recv in the kernel's include/linux/udp.h
 		}
 	}
 	return 0
