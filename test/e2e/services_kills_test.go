@@ -90,7 +90,7 @@ func (k *kills) run(ctx context.Context, t *testing.T, lasts time.Duration) {
 			t.Fatal(err)
 		}
 	}
-	ctx, stop := context.WithCancel(ctx)
+	calling, stop := context.WithCancel(ctx)
 	var load sync.WaitGroup
 	defer load.Wait()
 	defer stop()
@@ -99,14 +99,14 @@ func (k *kills) run(ctx context.Context, t *testing.T, lasts time.Duration) {
 			return k.echoes(ctx, node, "tcp", k.held(node), node)
 		})
 		for range heldConns {
-			load.Go(func() { k.hold(ctx, node) })
+			load.Go(func() { k.hold(calling, node) })
 		}
-		load.Go(func() { k.open(ctx, node) })
+		load.Go(func() { k.open(calling, node) })
 		for i := range comers {
-			load.Go(func() { k.call(ctx, node, i) })
+			load.Go(func() { k.call(calling, node, i) })
 		}
 	}
-	load.Go(func() { k.change(ctx) })
+	load.Go(func() { k.change(calling) })
 
 	for until := time.Now().Add(lasts); time.Now().Before(until) && !t.Failed(); {
 		k.changing.Store(true)
