@@ -34,8 +34,8 @@ func notify(state string) error {
 	return err
 }
 
-// isChildOfSystemd reports whether systemd has started the process pid. Before version 248, systemd sets no
-// SYSTEMD_EXEC_PID.
+// isChildOfSystemd reports whether systemd is the parent of the process pid. systemd sets SYSTEMD_EXEC_PID to the id of
+// each process that it starts. Before version 248 it set only INVOCATION_ID, and the parent's id has to say it.
 func isChildOfSystemd(env func(string) string, pid, parent int) bool {
 	return env("SYSTEMD_EXEC_PID") == strconv.Itoa(pid) ||
 		env("SYSTEMD_EXEC_PID") == "" && env("INVOCATION_ID") != "" && parent == 1

@@ -15,8 +15,8 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// A new process with Sibling is a child of the old process's parent, which learns how it ends. The old process learns
-// when it ends.
+// With Sibling, the parent of the old process is the parent of the new process, too: only the parent learns the exit
+// status. The old process learns only that the new process has ended.
 func TestSibling(t *testing.T) {
 	if os.Getenv("OLD_PROCESS") != "" {
 		oldProcess(t)

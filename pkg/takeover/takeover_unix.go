@@ -83,10 +83,10 @@ func (s *Successor) wait() error {
 		s.cmd.Wait() //nolint:errcheck // ProcessState says how the process has ended
 		return fmt.Errorf("the new process has ended: %s", s.cmd.ProcessState)
 	}
-	// Only the parent of a sibling learns how the sibling ends. From the sibling's pidfd (pidfd_open(2)), this process
-	// learns that it has ended. Before Linux 5.4, WithHandle fails, since there are no pidfds. Then Kill does not wait for
-	// the end of the process.
-	s.cmd.Process.WithHandle(func(pidfd uintptr) { //nolint:errcheck // see above
+	// The kernel tells only the parent how a process has ended, and this process is not the parent of a sibling. It polls
+	// a pidfd, which is readable when the sibling has ended (pidfd_open(2)). Linux before 5.4 has no pidfds: then wait
+	// returns at once.
+	s.cmd.Process.WithHandle(func(pidfd uintptr) { //nolint:errcheck // it fails only without pidfds
 		fds := []unix.PollFd{{Fd: int32(pidfd), Events: unix.POLLIN}} //nolint:gosec // a file descriptor
 		for _, err := unix.Poll(fds, -1); errors.Is(err, unix.EINTR); {
 			_, err = unix.Poll(fds, -1)

@@ -327,7 +327,7 @@ func (k *kills) kill(ctx context.Context, t *testing.T, until time.Time) {
 	}
 }
 
-// check waits until each node serves what exists, and has no rules and no flows for what does not exist.
+// check waits until each node serves all Services that exist, and has no rule and no flow of UDP for a deleted Service.
 func (k *kills) check(ctx context.Context, t *testing.T) {
 	t.Helper()
 	k.mu.Lock() // the last change has ended

@@ -396,7 +396,7 @@ done
 exit 1
 `
 
-// alone waits until the old processes have ended, which takes up to 25 s.
+// alone waits until both units together have two processes: the new ones. The old ones drain for up to 25 s.
 const alone = `
 for i in $(seq 400); do
 	count=$(cat /sys/fs/cgroup/system.slice/tunnel-{cloud,edge}.service/cgroup.procs | wc -l)
@@ -407,8 +407,8 @@ exit 1
 `
 
 // TestUnitsRun runs both units of the package with the configuration of tunnel init and tunnel join, through an
-// upgrade, on a machine that systemd runs. systemd lets the new processes end by themselves: a unit is "failed" if
-// systemd has killed its main process.
+// upgrade, on a machine that systemd runs. When the package is removed, both units must become "inactive". A
+// unit becomes "failed" if systemd kills its main process and does not wait for its end.
 func TestUnitsRun(t *testing.T) {
 	d := newDebian(t)
 	d.boot()
