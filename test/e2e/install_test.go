@@ -241,22 +241,31 @@ func (i *installation) install(ctx context.Context, t *testing.T) {
 	i.ask(ctx, t, "tunnel-coredns")
 }
 
-// ask has kube-apiserver ask the name server behind a Service, and waits until the nodes' names lead to the cloud: to
-// the Service for callers, or to a pod where no upgrade is in the way.
+// ask has kube-apiserver ask the name server behind a Service, and waits until each pod of the name server answers that
+// the nodes' names lead to the cloud: to the Service for callers, or to a pod where no upgrade is in the way. A kubelet
+// gives each pod the ConfigMap at another time, so that one pod may know a name, and the next one not yet.
 func (i *installation) ask(ctx context.Context, t *testing.T, service string) {
 	t.Helper()
 	if err := i.c.script(ctx, "dns.sh", "forward", i.address(ctx, t, service)+":53"); err != nil {
 		t.Fatal(err)
 	}
-	for _, n := range i.c.nodes { // the ConfigMap, the kubelet that mounts it, CoreDNS
-		eventually(ctx, t, 30*time.Second, "the name of "+n+" to lead to the cloud", func(ctx context.Context) error {
-			address, err := lookup(ctx, coreDNS, n)
-			cloud := append(i.addresses(ctx, t, "cloud"), i.address(ctx, t, "tunnel-cloud-callers"))
-			if err == nil && !slices.Contains(cloud, address) {
-				err = fmt.Errorf("%s leads to %s, want one of %s", n, address, cloud)
-			}
-			return err
-		})
+	cloud := append(i.addresses(ctx, t, "cloud"), i.address(ctx, t, "tunnel-cloud-callers"))
+	servers := []string{coreDNS}
+	component := strings.TrimSuffix(strings.TrimPrefix(service, "tunnel-"), "-callers")
+	for _, address := range i.addresses(ctx, t, component) {
+		servers = append(servers, address+":5353")
+	}
+	for _, n := range i.c.nodes {
+		for _, server := range servers {
+			what := "the name of " + n + " to lead to the cloud, by " + server
+			eventually(ctx, t, 2*time.Minute, what, func(ctx context.Context) error {
+				address, err := lookup(ctx, server, n)
+				if err == nil && !slices.Contains(cloud, address) {
+					err = fmt.Errorf("%s leads to %s, want one of %s", n, address, cloud)
+				}
+				return err
+			})
+		}
 	}
 }
 

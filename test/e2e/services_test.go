@@ -529,7 +529,7 @@ func (s *farServices) offline(ctx context.Context, t *testing.T) {
 }
 
 // names takes the cluster's DNS away. The pod of edge1 resolves the names of Services nevertheless, since its edge
-// answers them. The steps after it need no names.
+// answers them, soon after offline has started that edge. The steps after it need no names.
 func (s *farServices) names(ctx context.Context, t *testing.T) {
 	lookup := func(ctx context.Context, node, name, addr string) error {
 		status, body, err := s.c.getInside(ctx, node, "http://"+s.pods[node]+":"+podPort+"/cgi-bin/lookup?"+name)
@@ -538,8 +538,8 @@ func (s *farServices) names(ctx context.Context, t *testing.T) {
 		}
 		return err
 	}
-	const name = "of-edge2.default.svc.cluster.local"
-	if err := lookup(ctx, "edge2", name, clusterIPOf["edge2"]); err != nil {
+	const far = "of-edge2.default.svc.cluster.local"
+	if err := lookup(ctx, "edge2", far, clusterIPOf["edge2"]); err != nil {
 		t.Fatalf("from the cluster's DNS: %v", err)
 	}
 	// Its endpoints stay: in mode full, the edges have not heard of a change since the cloud is away.
@@ -547,15 +547,16 @@ func (s *farServices) names(ctx context.Context, t *testing.T) {
 		t.Fatal(err)
 	}
 	eventually(ctx, t, time.Minute, "the cluster's DNS to be away", func(ctx context.Context) error {
-		if lookup(ctx, "edge2", name, clusterIPOf["edge2"]) == nil {
-			return fmt.Errorf("the pod of edge2 resolves %s", name)
+		if lookup(ctx, "edge2", far, clusterIPOf["edge2"]) == nil {
+			return fmt.Errorf("the pod of edge2 resolves %s", far)
 		}
 		return nil
 	})
 	for service, addr := range clusterIPOf {
-		if err := lookup(ctx, "edge1", "of-"+service+".default.svc.cluster.local", addr); err != nil {
-			t.Error(err)
-		}
+		name := "of-" + service + ".default.svc.cluster.local"
+		eventually(ctx, t, 10*time.Second, "edge1 to answer for "+name, func(ctx context.Context) error {
+			return lookup(ctx, "edge1", name, addr)
+		})
 	}
 }
 
