@@ -105,7 +105,8 @@ func (h *Hub) endpoint(p services.Path) (value []byte, synced bool) {
 
 // isEdge reports whether the edge of a Node serves Services, or did so when it was connected last.
 func (h *Hub) isEdge(node tunnel.NodeName) bool {
+	serves := h.serves(node) // Joined may come a moment later
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	return h.joined[node] && h.itemLocked(services.NodePath(string(node))) != nil
+	return (serves || h.joined[node]) && h.itemLocked(services.NodePath(string(node))) != nil
 }

@@ -141,3 +141,15 @@ func TestTargetOfANodeThatIsAway(t *testing.T) {
 		}
 	}
 }
+
+// After a start of the cloud, an edge has a session a moment before Joined.
+func TestTargetOfANodeThatHasCome(t *testing.T) {
+	come := false
+	h := targetHub(t, Config{Serves: func(node tunnel.NodeName) bool { return come && node == "worker1" }})
+	h.Synced()
+	come = true
+	request, refusal := h.Target("edge1", "endpoint/shop/web/web-a/10.244.0.5 TCP 8080")
+	if refusal != nil || request.Node != "worker1" {
+		t.Errorf("through %q, %v", request.Node, refusal)
+	}
+}
