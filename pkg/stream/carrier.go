@@ -154,18 +154,17 @@ func bottom(c net.Conn) (*net.TCPConn, bool) {
 // between retries up to two minutes. If the link comes back after 10 s, the next retry would come
 // only after some 13 s or 20 s. So the intervals are bounded, on Linux 6.15 or later.
 //
-// The same bound also shortens how long the kernel retries in total. The kernel computes that
-// time from the bound and net.ipv4.tcp_retries2.
+// The bound also shortens how long the kernel retries in total: it computes that time from the bound and
+// net.ipv4.tcp_retries2. The time begins with the first lost packet, and ends only when everything that was in flight then
+// has arrived. Several cuts in a row, or steady loss, can therefore add up. A user timeout replaces that limit.
 const (
-	// sessionBackoff is the bound for the connection of a session. The bound alone would make the
-	// kernel give up after 15 s, and after 9 s where tcp_retries2 is 8. A user timeout
-	// (keepaliveTotal) replaces that limit.
+	// sessionBackoff is the bound for the connection of a session. Its user timeout is keepaliveTotal.
 	sessionBackoff = time.Second
-	// dataBackoff is the bound for a data connection. It is used without a user timeout, which
-	// would also end a connection whose reader is stalled. With dataBackoff and a tcp_retries2 of
-	// 6 the kernel retries for 16 s. With 8 it retries for 26 s, and with 15, the default, for a
-	// minute. If tcp_retries2 is less than 6, dataBackoff changes hardly anything.
+	// dataBackoff is the bound for a data connection that carries a conn.
 	dataBackoff = 5 * time.Second
+	// dataTimeout is the user timeout of a data connection that carries a conn. It only has to be longer than the session
+	// waits for a peer that is silent.
+	dataTimeout = 15 * time.Minute
 )
 
 // alone prepares a data connection. A data connection serves one conn at a time, so no conn waits for
@@ -178,7 +177,7 @@ func (c *carrier) alone() {
 	c.raw.Control(func(fd uintptr) {
 		c.boundUnsent(fd, c.far.sizes().unsent)
 		boundBackoff(fd, dataBackoff)
-		userTimeout(fd, 0) //nolint:errcheck // see dataBackoff
+		userTimeout(fd, dataTimeout) //nolint:errcheck // without it, net.ipv4.tcp_retries2 counts
 	})
 }
 

@@ -51,15 +51,24 @@ func newDataConn(c, raw net.Conn, b *conn.Blocks) *dataConn {
 	return d
 }
 
-// armUserTimeout makes the kernel end the connection if sent bytes stay unacknowledged for
+// waitShort makes the kernel end the connection if sent bytes stay unacknowledged for
 // answerTime. It applies while no conn uses the connection. Then at most an open is in flight, and
 // the other end's kernel acknowledges an open at once.
-func (d *dataConn) armUserTimeout() { d.userTimeout(answerTime) }
+func (d *dataConn) waitShort() { d.userTimeout(answerTime) }
 
-// disarmUserTimeout undoes armUserTimeout before a conn starts. A stalled reader may keep its
-// peer waiting for any time. The kernel's timeout cannot distinguish a stalled reader from a cut
-// link (tcp(7)).
-func (d *dataConn) disarmUserTimeout() { d.userTimeout(0) }
+// waitLong undoes waitShort before a conn starts. See also mayStall.
+func (d *dataConn) waitLong() { d.userTimeout(dataTimeout) }
+
+// mayStall lets a stalled reader keep its peer waiting for any time. The user timeout also ends a connection whose peer
+// has closed its window for that long (tcp(7)), so there is none while the window is closed. The session calls mayStall
+// every heartbeatInterval, for a data connection that carries a conn.
+func mayStall(fd uintptr, a acks) {
+	timeout := dataTimeout
+	if a.closed {
+		timeout = 0
+	}
+	userTimeout(fd, timeout) //nolint:errcheck // it fails when the connection has ended, and other code notices that
+}
 
 func (d *dataConn) userTimeout(t time.Duration) {
 	if d.tcp != nil {
@@ -78,7 +87,7 @@ func (d *dataConn) abort() {
 
 // lost reports whether the kernel has ended the connection, or has retransmitted for limit
 // without an answer. A peer that does not read still answers. The session calls lost every
-// heartbeatInterval. The caller holds session.mu.
+// heartbeatInterval. lost also calls mayStall. The caller holds session.mu.
 func (d *dataConn) lost(limit time.Duration) (is bool) {
 	if d.tcp == nil {
 		return false
@@ -90,6 +99,9 @@ func (d *dataConn) lost(limit time.Duration) (is bool) {
 	raw.Control(func(fd uintptr) {
 		acks, ok := acksOf(fd)
 		is = ok && d.isLost(acks, time.Now(), limit)
+		if ok && d.carries.Load() != nil {
+			mayStall(fd, acks)
+		}
 	})
 	return is
 }

@@ -200,7 +200,7 @@ func (s *Server) tryAttachData(c *tls.Conn, j *joiningConn) error {
 	if carrier, ok := j.Conn.(*carrier); ok {
 		carrier.alone()
 	}
-	d.armUserTimeout()
+	d.waitShort()
 	if err := d.Send(conn.FrameAttach, nil); err != nil {
 		cs.drop(d)
 		return err
@@ -372,7 +372,7 @@ func (s *cloudSession) sendOpen(d *dataConn, m *tunnel.Message) (refused []byte,
 // carry makes a conn over d for the open request of a category that the edge has answered on d. It returns nil
 // if the session has ended meanwhile.
 func (s *cloudSession) carry(name, category string, d *dataConn) *conn.Conn {
-	d.disarmUserTimeout()
+	d.waitLong()
 	lease := d.LendAtCloud()
 	since := time.Now()
 	var c *conn.Conn
@@ -426,7 +426,7 @@ func (s *cloudSession) release(d *dataConn, lease *conn.Lease) error {
 	if err := lease.ReturnAtCloud(); err != nil {
 		return err
 	}
-	d.armUserTimeout()
+	d.waitShort()
 	s.spare(d)
 	return nil
 }

@@ -904,13 +904,33 @@ func TestDataConnectionTimeouts(t *testing.T) {
 		t.Errorf("while it waits the user timeout is %d ms", got)
 	}
 	c, far := r.pair("edge1")
-	if got := timeout(); got != 0 {
+	tick := func(what string, want time.Duration) {
+		t.Helper()
+		r.eventually(what, func() bool {
+			cs.dropIdleAndLost()
+			return timeout() == int(want.Milliseconds())
+		})
+	}
+	if got := timeout(); got != int(dataTimeout.Milliseconds()) {
 		t.Errorf("while it carries a conn the user timeout is %d ms", got)
 	}
+	written := make(chan error, 1)
+	go func() {
+		_, err := c.Write(blob(64 << 20))
+		written <- err
+	}()
+	tick("the reader may stall", 0)
+	if _, err := io.CopyN(io.Discard, far, 64<<20); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-written; err != nil {
+		t.Fatal(err)
+	}
+	tick("the reader reads again", dataTimeout)
 	far.Close()
 	io.Copy(io.Discard, c)
 	c.Close()
-	r.eventually("it waits again", func() bool { return timeout() > 0 })
+	r.eventually("it waits again", func() bool { return timeout() == int(answerTime.Milliseconds()) })
 }
 
 // A data connection is lost when its kernel has sent something again and again for long, and

@@ -99,6 +99,7 @@ type acks struct {
 	ended    bool          // the kernel has ended the connection
 	underWay bool          // sent bytes have no acknowledgement yet
 	missing  bool          // the kernel resends bytes that have no acknowledgement
+	closed   bool          // the peer's window is closed: the kernel holds bytes, and has none in flight
 	last     time.Duration // time since the last acknowledgement
 }
 
@@ -114,13 +115,14 @@ func acksOf(fd uintptr) (a acks, ok bool) {
 
 // acksIn reads the acknowledgements from the kernel's answer. If one path works, the connection works.
 func acksIn(infos []*unix.TCPInfo) acks {
-	a := acks{ended: true, missing: true, last: math.MaxInt64}
+	a := acks{ended: true, missing: true, closed: true, last: math.MaxInt64}
 	for _, info := range infos {
 		a.ended = a.ended && info.State == unix.BPF_TCP_CLOSE
 		a.underWay = a.underWay || info.Unacked > 0
 		// An acknowledgement resets either counter to zero. Probes are sent by keepalive or for a
 		// closed window.
 		a.missing = a.missing && (info.Unacked > 0 && info.Retransmits > 0 || info.Probes > 1)
+		a.closed = a.closed && info.Unacked == 0 && info.Notsent_bytes > 0
 		a.last = min(a.last, time.Duration(info.Last_ack_recv)*time.Millisecond)
 	}
 	return a

@@ -252,7 +252,7 @@ func TestShortCut(t *testing.T) {
 		up      bool
 		retries string // net.ipv4.tcp_retries2 of both ends; "": Linux' own 15
 	}{
-		"few retries": {q: rig.Quality{Delay: 20 * time.Millisecond, Rate: 10 * mbit}, retries: "8"},
+		"few retries": {q: rig.Quality{Delay: 20 * time.Millisecond, Rate: 10 * mbit}, retries: "4"},
 		"down":        {q: rig.Quality{Delay: 20 * time.Millisecond, Rate: 10 * mbit}},
 		"up":          {q: rig.Quality{Delay: 20 * time.Millisecond, Rate: 10 * mbit}, up: true},
 		"idle":        {q: good},
