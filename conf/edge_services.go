@@ -11,6 +11,7 @@ type EdgeServices struct {
 	State  string         // path of the file in which the edge keeps the Services that the cloud has told
 	Full   bool           // the edge serves all Services, in place of kube-proxy
 	Direct []netip.Prefix // networks whose endpoints this node reaches without the tunnel
+	Spread bool           // connections go to all endpoints of a Service alike
 	DNS    bool           // the edge answers DNS queries for the names of Services
 	Domain string         // the cluster's domain, in lower case
 
@@ -40,7 +41,7 @@ func newEdgeServices(t *edgeServicesKeys, r *report) EdgeServices {
 	default:
 		r.add(table+"mode", "%q is no mode: write mode = %q or %q", t.Mode, servicesRelay, servicesFull)
 	}
-	s.Direct = r.prefixes(table+"direct", t.Direct)
+	s.Direct, s.Spread = r.prefixes(table+"direct", t.Direct), t.Spread
 	s.DNS, s.Domain = t.DNS, r.domain(table+"clusterdomain", t.ClusterDomain)
 	if t.ClusterDomain != "" && !t.DNS {
 		r.add(table+"clusterdomain", "not used: write dns = true, or remove the key")

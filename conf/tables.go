@@ -255,6 +255,7 @@ type edgeServicesKeys struct {
 	Mode   string   `toml:"mode" is:"name"`
 	State  string   `toml:"state" is:"path"`
 	Direct []string `toml:"direct" is:"network"`
+	Spread bool     `toml:"spread"`
 
 	DNS           bool   `toml:"dns"`
 	ClusterDomain string `toml:"clusterdomain" is:"name"`

@@ -27,8 +27,9 @@ func (w *edgeWiring) addServices() (err error) {
 		return nil
 	}
 	cfg := relay.Config{
-		Node: w.conf.Node, File: s.State, Direct: s.Direct, Full: s.Full, Watch: w.watchServices, Reach: w.reachService,
-		InContainer: w.egress.InContainer, IsOwn: w.policy.IsOwn, Domain: s.Domain,
+		Node: w.conf.Node, File: s.State, Direct: s.Direct, Full: s.Full, Spread: s.Spread,
+		Watch: w.watchServices, Reach: w.reachService, InContainer: w.egress.InContainer, IsOwn: w.policy.IsOwn,
+		Domain:    s.Domain,
 		Datagrams: udp.EdgeConfig{Flows: w.conf.Limits.Flows, Counters: w.udp}, Counters: w.counters, Log: w.log,
 	}
 	if s.DNS {

@@ -33,6 +33,7 @@ type serviceObject struct {
 		InternalTrafficPolicy string        `json:"internalTrafficPolicy"`
 		ExternalTrafficPolicy string        `json:"externalTrafficPolicy"`
 		TrafficDistribution   string        `json:"trafficDistribution"`
+		HealthCheckNodePort   uint16        `json:"healthCheckNodePort"`
 		SessionAffinity       string        `json:"sessionAffinity"`
 		SessionAffinityConfig struct {
 			ClientIP struct {
@@ -162,12 +163,15 @@ const (
 	// The Service of the cluster's DNS is in dnsNamespace. Its name, or the value of its label dnsLabel, is dnsName:
 	// some distributions change the name, but keep the label.
 	dnsNamespace, dnsName, dnsLabel = "kube-system", "kube-dns", "k8s-app"
-	// Services with this label belong to another proxy than kube-proxy.
-	otherProxyLabel = "service.kubernetes.io/service-proxy-name"
+	// kube-proxy leaves out Services that have one of these labels, whatever its value: another proxy serves them, or none
+	// (informers of cmd/kube-proxy/app/server.go).
+	otherProxyLabel, noProxyLabel = "service.kubernetes.io/service-proxy-name", "service.kubernetes.io/headless"
+	// spreadAnnotation makes connections go to all endpoints alike, if its value is "true".
+	spreadAnnotation = "tunnel.example/spread"
 )
 
 // item returns the item of a Service, or nil if the Service has no address yet. A Service without ClusterIP, or of
-// another proxy, also has an item: edges use such an item only to answer DNS queries.
+// another proxy, or of none, also has an item: edges use such an item only to answer DNS queries.
 func (s *serviceObject) item() *services.Service {
 	spec := &s.Spec
 	if spec.Type == typeExternalName {
@@ -183,12 +187,14 @@ func (s *serviceObject) item() *services.Service {
 		ips = []string{spec.ClusterIP}
 	}
 	_, otherProxy := s.Labels[otherProxyLabel]
+	_, noProxy := s.Labels[noProxyLabel]
 	item := &services.Service{
-		ClusterIps: ips, Headless: len(ips) == 0, ExternalIps: spec.ExternalIPs, OtherProxy: otherProxy,
+		ClusterIps: ips, Headless: len(ips) == 0, ExternalIps: spec.ExternalIPs, OtherProxy: otherProxy || noProxy,
+		Spread:          s.Annotations[spreadAnnotation] == "true",
 		ClusterDns:      s.Namespace == dnsNamespace && (s.Name == dnsName || s.Labels[dnsLabel] == dnsName),
 		InternalLocal:   spec.InternalTrafficPolicy == policyLocal,
 		Distribution:    spec.TrafficDistribution,
-		PublishNotReady: spec.PublishNotReadyAddresses,
+		PublishNotReady: spec.PublishNotReadyAddresses, HealthCheckNodePort: uint32(spec.HealthCheckNodePort),
 	}
 	reachable := spec.Type == typeNodePort || spec.Type == typeLoadBalancer || len(spec.ExternalIPs) > 0
 	item.ExternalLocal = spec.ExternalTrafficPolicy == policyLocal && reachable

@@ -195,6 +195,9 @@ const servicesJSON = `{"kind": "ServiceList", "apiVersion": "v1", "metadata": {"
 	"spec": {"type": "ClusterIP", "clusterIP": "None", "clusterIPs": ["None"]}},
 {"metadata": {"name": "other", "namespace": "shop", "labels": {"service.kubernetes.io/service-proxy-name": ""}},
 	"spec": {"type": "ClusterIP", "clusterIP": "10.96.0.3"}},
+{"metadata": {"name": "unproxied", "namespace": "shop", "labels": {"service.kubernetes.io/headless": "false"},
+	"annotations": {"tunnel.example/spread": "true"}},
+	"spec": {"type": "LoadBalancer", "clusterIP": "10.96.0.4", "healthCheckNodePort": 32000}},
 {"metadata": {"name": "kube-dns", "namespace": "kube-system"},
 	"spec": {"type": "ClusterIP", "clusterIP": "10.96.0.10"}},
 {"metadata": {"name": "rke2-coredns", "namespace": "kube-system", "labels": {"k8s-app": "kube-dns"}},
@@ -271,8 +274,8 @@ func TestServices(t *testing.T) {
 	}
 	testkit.Eventually(t, "everything is known", isSynced)
 	got.want("the lists", "service/shop/web", "service/shop/plain", "service/shop/alias", "service/shop/headless",
-		"service/shop/other", "service/kube-system/kube-dns", "service/kube-system/rke2-coredns", "node/edge1",
-		"endpoint/shop/web/web-a/10.88.1.5",
+		"service/shop/other", "service/shop/unproxied", "service/kube-system/kube-dns",
+		"service/kube-system/rke2-coredns", "node/edge1", "endpoint/shop/web/web-a/10.88.1.5",
 		"endpoint/shop/web/web-a/10.88.1.7", "endpoint/shop/web/web-a/10.88.1.8", "endpoint/shop/web/web-b/fd00::5")
 	service := func(p services.Path, text string) {
 		t.Helper()
@@ -286,6 +289,8 @@ func TestServices(t *testing.T) {
 	service("service/shop/alias", `{"externalName": "example.com"}`)
 	service("service/shop/headless", `{"headless": true}`)
 	service("service/shop/other", `{"clusterIps": ["10.96.0.3"], "otherProxy": true}`)
+	service("service/shop/unproxied",
+		`{"clusterIps": ["10.96.0.4"], "otherProxy": true, "spread": true, "healthCheckNodePort": 32000}`)
 	service("service/kube-system/kube-dns", `{"clusterIps": ["10.96.0.10"], "clusterDns": true}`)
 	service("service/kube-system/rke2-coredns", `{"clusterIps": ["10.96.0.11"], "clusterDns": true}`)
 	endpoint := func(p services.Path, text string) {
@@ -306,7 +311,7 @@ func TestServices(t *testing.T) {
 	events <- `{"type": "DELETED", "object": {"kind": "EndpointSlice", "apiVersion": "discovery.k8s.io/v1",
 		"metadata": {"name": "web-a", "namespace": "shop", "resourceVersion": "2"}}}`
 	testkit.Eventually(t, "the endpoints of a slice that is deleted are gone",
-		func() bool { return len(got.paths()) == 9 })
+		func() bool { return len(got.paths()) == 10 })
 	if n := follower.Note(); n != "" {
 		t.Errorf("the note is %q", n)
 	}
@@ -386,7 +391,7 @@ func TestServicesPanic(t *testing.T) {
 		defer got.mu.Unlock()
 		return got.synced
 	})
-	const others = 11 // TestServices lists them, and shop/plain
+	const others = 12 // TestServices lists them, and shop/plain
 	if n := len(got.paths()); n != others || counters.Panics.Load() != 1 || !strings.Contains(log.String(), "shop/plain") {
 		t.Errorf("%d items, %d panics, log:\n%s", n, counters.Panics.Load(), log.String())
 	}
@@ -428,7 +433,7 @@ func TestServicesForbidden(t *testing.T) {
 		if n := follower.Note(); !strings.Contains(n, "EndpointSlices") || !strings.Contains(n, "cloud-rbac.yaml") {
 			return fmt.Errorf("it is %q", n)
 		}
-		if len(got.paths()) != 8 {
+		if len(got.paths()) != 9 {
 			return fmt.Errorf("the items are %q", got.paths())
 		}
 		return nil

@@ -40,6 +40,7 @@ type State struct {
 	// stays encoded until it is asked for: decoded, it takes five times the memory, and a node may know 200,000.
 	endpoints map[string][]Path
 	nodes     map[string]*Node
+	homes     *Homes             // of nodes
 	clusterIP map[netip.Addr]int // how many Services have it as a ClusterIP
 }
 
@@ -47,7 +48,7 @@ type State struct {
 func NewState() *State {
 	return &State{
 		items: make(map[Path]string), leftOut: make(map[Path]uint64), most: maxItems, services: make(map[string]*Service),
-		endpoints: make(map[string][]Path), nodes: make(map[string]*Node), clusterIP: make(map[netip.Addr]int),
+		endpoints: make(map[string][]Path), nodes: make(map[string]*Node), homes: NewHomes(), clusterIP: make(map[netip.Addr]int),
 	}
 }
 
@@ -169,6 +170,7 @@ func (s *State) set(p Path, value []byte) error {
 		v := new(Node)
 		if err = proto.Unmarshal(value, v); err == nil {
 			s.nodes[parts[1]] = v
+			s.homes.Set(parts[1], v)
 		}
 	}
 	if err != nil {
@@ -213,6 +215,7 @@ func (s *State) forget(p Path) bool {
 		}
 	case parts[0] == kindNode:
 		delete(s.nodes, parts[1])
+		s.homes.Set(parts[1], nil)
 	}
 	return true
 }
@@ -347,6 +350,9 @@ func Hostname(e *Endpoint) string {
 
 // Node returns a Node, or nil.
 func (s *State) Node(name string) *Node { return s.nodes[name] }
+
+// Home returns the name of the Node that an endpoint is on, see Homes.Of.
+func (s *State) Home(e *Endpoint) string { return s.homes.Of(e) }
 
 // digest returns the digest of an item.
 func digest(p Path, value []byte) uint64 {

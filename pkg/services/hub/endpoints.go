@@ -65,7 +65,8 @@ func (h *Hub) Endpoints(host string, port uint16) ([]Endpoint, error) {
 		return nil, refusal
 	}
 	for i, e := range found {
-		found[i].Cloud = e.Cloud && !h.isEdge(e.Node)
+		found[i].Node = h.home(&services.Endpoint{Node: string(e.Node), Address: e.Addr.Addr().String()})
+		found[i].Cloud = e.Cloud && !h.isEdge(found[i].Node)
 	}
 	rand.Shuffle(len(found), func(i, j int) { found[i], found[j] = found[j], found[i] })
 	return found, nil

@@ -147,7 +147,7 @@ func (r *Relay) describeLocked(f frontend, name string, endpoints []services.Nam
 	tries := !ours // kube-proxy tries endpoints that nobody reaches; the edge's rules do so only if there are no others
 	switch {
 	case ours && rule.relayed():
-		p.Served, p.Usable = ServedRelay, len(w.far)
+		p.Served, p.Usable = ServedRelay, len(w.direct)+len(w.far)
 	case ours && ends > 0:
 		p.Served, p.Usable = ServedRules, ends
 		tries = len(w.direct) == 0
@@ -162,14 +162,14 @@ func (r *Relay) describeLocked(f frontend, name string, endpoints []services.Nam
 	why := make(map[services.Path]Verdict)
 	for _, one := range w.direct {
 		text := "it is in a network that this node reaches by itself (direct, or routes in [mode.edge.cni])"
-		if one.GetNode() == node {
+		if r.state.Home(one.Endpoint) == node {
 			text = "it is on this node"
 		}
 		why[one.Path] = Verdict{Usable: true, Why: text}
 	}
 	for _, one := range w.far {
 		v := Verdict{Usable: true, Why: "the tunnel leads to it"}
-		if len(w.direct) > 0 {
+		if len(w.direct) > 0 && !rule.relayed() {
 			v = Verdict{Why: "the tunnel leads to it, but this node reaches others by itself"}
 		}
 		why[one.Path] = v

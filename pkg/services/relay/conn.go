@@ -291,7 +291,7 @@ func (r *Relay) reach(ctx context.Context, to address, from netip.Addr) (net.Con
 	}
 	sticky := time.Duration(f.service.GetAffinitySeconds()) * time.Second
 	key := affinityKey{from, f.path, f.port.GetName()}
-	ordered := order(w, r.affinity.get(key, sticky))
+	ordered := order(w, r.affinity.get(key, sticky), r.spreads(f))
 	err := error(tunnel.Refusef(tunnel.Unreachable, "no endpoint of %s can be reached", nameOf(f.path)))
 	for _, one := range ordered[:min(len(ordered), maxAttempts)] {
 		var c net.Conn
@@ -305,6 +305,13 @@ func (r *Relay) reach(ctx context.Context, to address, from netip.Addr) (net.Con
 		}
 	}
 	return nil, err
+}
+
+// spreads is planner.spreads.
+func (r *Relay) spreads(f frontend) bool {
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	return r.planner.spreads(f)
 }
 
 // waysNow returns the frontend at an address, and the ways to its endpoints as the state has them now. known is false
@@ -357,14 +364,18 @@ type attempt struct {
 }
 
 // order returns the ways in the order in which the relay tries them. The endpoint that the caller had before is first.
-// Then come endpoints that the node reaches by itself, and then the far ones, each group at random.
-func order(w ways, before string) []attempt {
+// Then come endpoints that the node reaches by itself, and then the far ones, each group at random. With spread, all are
+// one group.
+func order(w ways, before string, spread bool) []attempt {
 	all := make([]attempt, 0, len(w.direct)+len(w.far))
 	for _, one := range shuffled(w.direct) {
 		all = append(all, attempt{one, false})
 	}
 	for _, one := range shuffled(w.far) {
 		all = append(all, attempt{one, true})
+	}
+	if spread {
+		rand.Shuffle(len(all), func(i, j int) { all[i], all[j] = all[j], all[i] })
 	}
 	if i := slices.IndexFunc(all, func(a attempt) bool { return a.Path == before }); i > 0 {
 		first := all[i]

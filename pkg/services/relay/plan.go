@@ -25,6 +25,7 @@ type plan struct {
 	own       counted[address]        // the endpoints on this node, by address and port
 	others    counted[address]        // addresses with rules that are no port of a Service, see otherKind
 	dns       counted[netip.AddrPort] // the addresses at which pods ask the cluster's DNS
+	health    counted[healthPort]     // the ports at which load balancers ask for endpoints on this node
 	pods      []netip.Prefix          // the networks of this node's pods; nil if no rule needs them
 	node      *services.Node          // the Node of this node that the parts were made with
 	// changed are the addresses whose rules may have changed since the last call of take or of all, with their rules at
@@ -40,6 +41,7 @@ type part struct {
 	hairpins   []netip.Addr // addresses of endpoints on this node that may call themselves
 	own        []address
 	dns        []netip.AddrPort
+	health     []healthPort // one at most
 }
 
 // frontend is one port of a Service at one of its addresses. A node port has the unspecified address of its family.
@@ -65,7 +67,7 @@ func newPlan() *plan {
 	return &plan{
 		parts: make(map[services.Path]part), frontends: make(map[address]*frontend),
 		rivals: make(map[address][]*frontend), own: make(counted[address]), others: make(counted[address]),
-		dns: make(counted[netip.AddrPort]), changed: make(map[address]*rule),
+		dns: make(counted[netip.AddrPort]), health: make(counted[healthPort]), changed: make(map[address]*rule),
 	}
 }
 
@@ -207,6 +209,9 @@ func (p *plan) count(one part, n int) {
 	for _, at := range one.dns {
 		p.dns.add(at, n)
 	}
+	for _, at := range one.health {
+		p.health.add(at, n)
+	}
 }
 
 // addOther adds n to the count of an address that is no port of a Service.
@@ -233,7 +238,11 @@ type planner struct {
 	node   string
 	direct []netip.Prefix // networks that the node reaches by itself
 	full   bool           // the edge serves all Services, in place of kube-proxy
+	spread bool           // connections go to all endpoints alike, whatever their Service says
 }
+
+// spreads reports whether connections to a frontend go to all endpoints alike, and not to direct ones first.
+func (n planner) spreads(f frontend) bool { return n.spread || f.service.GetSpread() }
 
 // plan returns a new plan for a state.
 func (n planner) plan(s *services.State) *plan {
@@ -282,7 +291,7 @@ func (n planner) update(p *plan, s *services.State, d *services.Difference) {
 	}
 	if len(nodes)+len(addrs) > 0 {
 		for path := range s.ServicesWith(func(node, address string) bool {
-			if _, ok := nodes[node]; ok {
+			if _, ok := nodes[node]; ok || node == "" && len(nodes) > 0 {
 				return true
 			}
 			if len(addrs) == 0 {
@@ -367,10 +376,13 @@ func (n planner) part(s *services.State, path services.Path, service *services.S
 	if service.GetClusterDns() {
 		p.dns = queryAddresses(service)
 	}
+	if at, ok := n.healthOf(path, service); ok {
+		p.health = []healthPort{at}
+	}
 	endpoints := s.Endpoints(path)
 	for _, e := range endpoints {
 		addr, ok := addressOf(s, e.Endpoint)
-		if !ok || e.GetNode() != n.node {
+		if !ok || s.Home(e.Endpoint) != n.node {
 			continue
 		}
 		for _, port := range e.GetPorts() {
@@ -400,10 +412,10 @@ func (n planner) rule(s *services.State, f frontend, endpoints []services.Named)
 		if !w.relayed() {
 			return r, false
 		}
-		return w.rule(f, true), true
+		return w.rule(f, true, n.spreads(f)), true
 	}
 	c := services.Choose(f.service, f.port, f.at.Addr(), endpoints, self)
-	r = n.ways(s, f, listOf(f, c)).rule(f, c.Anywhere)
+	r = n.ways(s, f, listOf(f, c)).rule(f, c.Anywhere, n.spreads(f))
 	if !f.external || !f.service.GetExternalLocal() || !c.Anywhere {
 		return r, true
 	}
@@ -419,16 +431,16 @@ func (n planner) rule(s *services.State, f frontend, endpoints []services.Named)
 }
 
 // rule returns what the kernel has to do with packets to a frontend with these ways. anywhere says that the frontend
-// has usable endpoints on some node. As kube-proxy does, the kernel tries endpoints of which nobody knows a way, if
-// there are no others.
-func (w ways) rule(f frontend, anywhere bool) rule {
+// has usable endpoints on some node. With spread, the relay chooses between direct and far endpoints, since the kernel
+// cannot. As kube-proxy does, the kernel tries endpoints of which nobody knows a way, if there are no others.
+func (w ways) rule(f frontend, anywhere, spread bool) rule {
 	r := rule{sticky: f.service.GetAffinitySeconds(), masquerade: f.external}
 	direct := w.direct
 	if len(direct)+len(w.far) == 0 {
 		direct = w.unreached
 	}
 	switch {
-	case len(direct) > 0:
+	case len(direct) > 0 && (len(w.far) == 0 || !spread):
 		r.kind, r.ends = toEnds, make([]netip.AddrPort, 0, len(direct))
 		for _, one := range direct {
 			r.ends = append(r.ends, one.address())
@@ -448,7 +460,7 @@ func (w ways) rule(f frontend, anywhere bool) rule {
 func (n planner) hairpins(s *services.State, endpoints []services.Named, lists ...[]netip.AddrPort) (all []netip.Addr) {
 	ours := make(map[netip.Addr]struct{})
 	for _, e := range endpoints {
-		if addr, ok := addressOf(s, e.Endpoint); ok && e.GetNode() == n.node {
+		if addr, ok := addressOf(s, e.Endpoint); ok && s.Home(e.Endpoint) == n.node {
 			ours[addr] = struct{}{}
 		}
 	}
@@ -607,9 +619,9 @@ func (n planner) ways(s *services.State, f frontend, endpoints []services.Named)
 		// An IPv4 address in IPv6 form passes Choose for IPv6. The kernel refuses a table with such an endpoint.
 		case !ok || addr.Is4() != f.at.Addr().Is4():
 			w.none = append(w.none, one)
-		case n.isDirect(e.Endpoint):
+		case n.isDirect(s, e.Endpoint):
 			w.direct = append(w.direct, one)
-		case (e.GetCluster() || s.Node(e.GetNode()).GetEdge()) && served(f.port):
+		case (e.GetCluster() || s.Node(s.Home(e.Endpoint)).GetEdge()) && served(f.port):
 			w.far = append(w.far, one)
 		default:
 			w.none, w.unreached = append(w.none, one), append(w.unreached, one)
@@ -631,8 +643,8 @@ func listOf(f frontend, c services.Choice) []services.Named {
 }
 
 // isDirect reports whether this node reaches an endpoint by itself.
-func (n planner) isDirect(e *services.Endpoint) bool {
-	return e.GetNode() == n.node || n.isRouted(e)
+func (n planner) isDirect(s *services.State, e *services.Endpoint) bool {
+	return s.Home(e) == n.node || n.isRouted(e)
 }
 
 // isRouted reports whether an endpoint is in a network that this node reaches by itself.

@@ -70,6 +70,7 @@ type Config struct {
 	File   string         // the path of the file that keeps the state
 	Direct []netip.Prefix // networks that this node reaches without the tunnel
 	Full   bool           // the edge serves all Services, in place of kube-proxy
+	Spread bool           // connections go to all endpoints alike, and not to those first that this node reaches by itself
 	// Watch opens a stream on the connection of a session. It waits for a session. When ctx is done, the wait or the
 	// stream ends.
 	Watch func(ctx context.Context) (Stream, error)
@@ -112,6 +113,8 @@ type Relay struct {
 	warnFail  tunnel.Limiter
 	warnItem  tunnel.Limiter
 
+	warnHealth tunnel.Limiter
+
 	mu      sync.RWMutex // guards the following
 	planner planner
 	permits func(netip.AddrPort) bool // which endpoints on this node may be dialled; nil: see Home
@@ -151,7 +154,7 @@ func newRelay(cfg Config, k kernel) *Relay {
 	direct := udp.NewEdge(anyTarget{}, cfg.Datagrams)
 	return &Relay{
 		direct: direct, ends: []*udp.Edge{direct}, failures: failures{last: make(map[string]time.Time)},
-		planner: planner{string(cfg.Node), cfg.Direct, cfg.Full},
+		planner: planner{string(cfg.Node), cfg.Direct, cfg.Full, cfg.Spread},
 		cfg:     cfg, kernel: k, log: cfg.Log.With("module", name), grace: tunnel.GracePeriod, every: interval,
 		dial: (&net.Dialer{Control: directControl}).DialContext, wake: make(chan struct{}, 1),
 		affinity: newAffinity(maxAffinity), callers: callers{max: maxPerCaller}, zone: newZone(cfg),
@@ -180,6 +183,9 @@ func (r *Relay) Run(ctx context.Context) error {
 	start(func() error { return r.direct.Run(serving) })
 	if r.dnsKernel != nil {
 		start(func() error { r.serveDNS(serving, fail); return nil })
+	}
+	if r.cfg.Full {
+		start(func() error { r.serveHealth(serving); return nil })
 	}
 	r.guard(fail, func() error { r.serve(serving, door); return nil })
 	var err error

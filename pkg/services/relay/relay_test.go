@@ -82,7 +82,10 @@ func TestPlan(t *testing.T) {
 		more   []*pb.Item
 		want   int
 	}{
-		"a far endpoint":        {want: 1},
+		"a far endpoint": {want: 1},
+		"a pod of an edge node, without nodeName": {
+			change: func(p parts) { p.Endpoint.Node, p.PodCidrs = "", []string{"10.88.2.0/24"} }, want: 1,
+		},
 		"no edge node":          {change: func(p parts) { p.Edge = false }},
 		"the cloud reaches all": {change: func(p parts) { p.Edge, p.Cluster = false, true }, want: 1},
 		"a direct network":      {direct: direct},
@@ -115,7 +118,7 @@ func TestPlan(t *testing.T) {
 			if _, err := state.Apply(&pb.Changes{Set: set}); err != nil {
 				t.Fatal(err)
 			}
-			got := (planner{"edge1", c.direct, false}).plan(state)
+			got := (planner{node: "edge1", direct: c.direct}).plan(state)
 			if len(got.frontends) != c.want {
 				t.Errorf("redirected: %v", got.frontends)
 			}
@@ -123,6 +126,49 @@ func TestPlan(t *testing.T) {
 				t.Error("a ClusterIP is an endpoint of this node")
 			}
 		})
+	}
+}
+
+// If connections are to go to all endpoints alike, the relay gets them, and chooses among the endpoints of this node and
+// others. Otherwise they go to the endpoint of this node.
+func TestSpread(t *testing.T) {
+	annotated := webService()
+	annotated.Spread = true
+	for name, c := range map[string]struct {
+		service *services.Service
+		option  bool
+		far     bool // there is an endpoint on another node
+		want    kind
+	}{
+		"not asked for":        {webService(), false, true, toEnds},
+		"by the annotation":    {annotated, false, true, toRelay},
+		"by the configuration": {webService(), true, true, toRelay},
+		"nothing to choose":    {annotated, true, false, toEnds},
+	} {
+		state := services.NewState()
+		set := []*pb.Item{
+			item(t, web, c.service), item(t, other, endpoint("10.88.1.5", "edge1")),
+			item(t, services.NodePath("edge2"), &services.Node{Edge: true}),
+		}
+		if c.far {
+			set = append(set, item(t, far4, endpoint("10.88.2.5", "edge2")))
+		}
+		if _, err := state.Apply(&pb.Changes{Set: set}); err != nil {
+			t.Fatal(err)
+		}
+		n := planner{node: "edge1", full: true, spread: c.option}
+		f := n.plan(state).frontends[address{web4, protocolTCP}]
+		if f == nil || f.rule.kind != c.want {
+			t.Fatalf("%s: the rule is %+v, want kind %d", name, f, c.want)
+		}
+		w := n.ways(state, *f, state.Endpoints(f.path))
+		first := make(map[bool]int) // by whether it is far
+		for range 200 {
+			first[order(w, "", n.spreads(*f))[0].far]++
+		}
+		if spread := c.want == toRelay; spread != (first[true] > 50) || spread != (first[false] < 150) {
+			t.Errorf("%s: of the first endpoints, %d are far and %d are not", name, first[true], first[false])
+		}
 	}
 }
 
@@ -198,8 +244,12 @@ func randomItem(t *testing.T, rng *rand.Rand) *pb.Item {
 	case 1:
 		web := siteService(func(s *services.Service) { s.ExternalIps = []string{"203.0.113." + strconv.Itoa(rng.IntN(2))} })
 		web.ClusterIps = []string{"10.96.0." + strconv.Itoa(rng.IntN(4))} // two Services may have one address
-		web.ClusterDns = rng.IntN(2) == 0
+		web.ClusterDns, web.Spread = rng.IntN(2) == 0, rng.IntN(2) == 0
+		web.HealthCheckNodePort = uint32(32000 * rng.IntN(2))
 		return item(t, services.ServicePath("a", service), web)
+	}
+	if rng.IntN(4) == 0 {
+		node = "" // the address says which
 	}
 	e := endpoint(addr, node)
 	if service != "s0" { // hints count if all endpoints have some
@@ -427,7 +477,7 @@ func TestPlanMappedAddress(t *testing.T) {
 		if _, err := state.Apply(changes); err != nil {
 			t.Fatal(err)
 		}
-		for at, r := range (planner{"edge1", nil, full}).plan(state).all() {
+		for at, r := range (planner{node: "edge1", full: full}).plan(state).all() {
 			for _, end := range slices.Concat(r.ends, r.local) {
 				if end.Addr().Is4() != at.Addr().Is4() {
 					t.Errorf("full: %t: %s leads to %s", full, at, end)

@@ -260,12 +260,16 @@ type Service struct {
 	AffinitySeconds uint32                 `protobuf:"varint,8,opt,name=affinity_seconds,json=affinitySeconds,proto3" json:"affinity_seconds,omitempty"` // sessionAffinity ClientIP with this timeout; 0: none
 	PublishNotReady bool                   `protobuf:"varint,9,opt,name=publish_not_ready,json=publishNotReady,proto3" json:"publish_not_ready,omitempty"`
 	LoadBalancerIps []string               `protobuf:"bytes,10,rep,name=load_balancer_ips,json=loadBalancerIps,proto3" json:"load_balancer_ips,omitempty"`
-	// Another proxy serves it (label service.kubernetes.io/service-proxy-name): it has names, and is never redirected.
-	OtherProxy    bool   `protobuf:"varint,11,opt,name=other_proxy,json=otherProxy,proto3" json:"other_proxy,omitempty"`
-	ExternalName  string `protobuf:"bytes,12,opt,name=external_name,json=externalName,proto3" json:"external_name,omitempty"` // of type ExternalName: the name that it is an alias of
-	ClusterDns    bool   `protobuf:"varint,13,opt,name=cluster_dns,json=clusterDns,proto3" json:"cluster_dns,omitempty"`      // it is the DNS of the cluster: kube-dns of kube-system, or one with the label k8s-app=kube-dns
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	// No edge serves it (label service.kubernetes.io/service-proxy-name or service.kubernetes.io/headless): it has names, and
+	// is never redirected.
+	OtherProxy   bool   `protobuf:"varint,11,opt,name=other_proxy,json=otherProxy,proto3" json:"other_proxy,omitempty"`
+	ExternalName string `protobuf:"bytes,12,opt,name=external_name,json=externalName,proto3" json:"external_name,omitempty"` // of type ExternalName: the name that it is an alias of
+	ClusterDns   bool   `protobuf:"varint,13,opt,name=cluster_dns,json=clusterDns,proto3" json:"cluster_dns,omitempty"`      // it is the DNS of the cluster: kube-dns of kube-system, or one with the label k8s-app=kube-dns
+	Spread       bool   `protobuf:"varint,14,opt,name=spread,proto3" json:"spread,omitempty"`                                // connections go to all endpoints alike (annotation tunnel.example/spread), not to near ones first
+	// The port at which each node tells load balancers whether it has ready endpoints of the Service; 0: none.
+	HealthCheckNodePort uint32 `protobuf:"varint,15,opt,name=health_check_node_port,json=healthCheckNodePort,proto3" json:"health_check_node_port,omitempty"`
+	unknownFields       protoimpl.UnknownFields
+	sizeCache           protoimpl.SizeCache
 }
 
 func (x *Service) Reset() {
@@ -387,6 +391,20 @@ func (x *Service) GetClusterDns() bool {
 		return x.ClusterDns
 	}
 	return false
+}
+
+func (x *Service) GetSpread() bool {
+	if x != nil {
+		return x.Spread
+	}
+	return false
+}
+
+func (x *Service) GetHealthCheckNodePort() uint32 {
+	if x != nil {
+		return x.HealthCheckNodePort
+	}
+	return 0
 }
 
 // Port is a port of a Service.
@@ -670,7 +688,7 @@ const file_services_proto_rawDesc = "" +
 	"\x05whole\x18\x03 \x03(\rR\x05whole\"0\n" +
 	"\x04Item\x12\x12\n" +
 	"\x04path\x18\x01 \x01(\tR\x04path\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\fR\x05value\"\xf5\x03\n" +
+	"\x05value\x18\x02 \x01(\fR\x05value\"\xc2\x04\n" +
 	"\aService\x12\x1f\n" +
 	"\vcluster_ips\x18\x01 \x03(\tR\n" +
 	"clusterIps\x12!\n" +
@@ -688,7 +706,9 @@ const file_services_proto_rawDesc = "" +
 	"otherProxy\x12#\n" +
 	"\rexternal_name\x18\f \x01(\tR\fexternalName\x12\x1f\n" +
 	"\vcluster_dns\x18\r \x01(\bR\n" +
-	"clusterDns\"g\n" +
+	"clusterDns\x12\x16\n" +
+	"\x06spread\x18\x0e \x01(\bR\x06spread\x123\n" +
+	"\x16health_check_node_port\x18\x0f \x01(\rR\x13healthCheckNodePort\"g\n" +
 	"\x04Port\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x1a\n" +
 	"\bprotocol\x18\x02 \x01(\tR\bprotocol\x12\x12\n" +
