@@ -34,6 +34,7 @@ type serviceObject struct {
 		ExternalTrafficPolicy string        `json:"externalTrafficPolicy"`
 		TrafficDistribution   string        `json:"trafficDistribution"`
 		HealthCheckNodePort   uint16        `json:"healthCheckNodePort"`
+		SourceRanges          []string      `json:"loadBalancerSourceRanges"`
 		SessionAffinity       string        `json:"sessionAffinity"`
 		SessionAffinityConfig struct {
 			ClientIP struct {
@@ -195,6 +196,7 @@ func (s *serviceObject) item() *services.Service {
 		InternalLocal:   spec.InternalTrafficPolicy == policyLocal,
 		Distribution:    spec.TrafficDistribution,
 		PublishNotReady: spec.PublishNotReadyAddresses, HealthCheckNodePort: uint32(spec.HealthCheckNodePort),
+		LoadBalancerLimited: len(spec.SourceRanges) > 0,
 	}
 	reachable := spec.Type == typeNodePort || spec.Type == typeLoadBalancer || len(spec.ExternalIPs) > 0
 	item.ExternalLocal = spec.ExternalTrafficPolicy == policyLocal && reachable

@@ -197,7 +197,8 @@ const servicesJSON = `{"kind": "ServiceList", "apiVersion": "v1", "metadata": {"
 	"spec": {"type": "ClusterIP", "clusterIP": "10.96.0.3"}},
 {"metadata": {"name": "unproxied", "namespace": "shop", "labels": {"service.kubernetes.io/headless": "false"},
 	"annotations": {"tunnel.example/spread": "true"}},
-	"spec": {"type": "LoadBalancer", "clusterIP": "10.96.0.4", "healthCheckNodePort": 32000}},
+	"spec": {"type": "LoadBalancer", "clusterIP": "10.96.0.4", "healthCheckNodePort": 32000,
+		"loadBalancerSourceRanges": ["192.0.2.0/24"]}},
 {"metadata": {"name": "kube-dns", "namespace": "kube-system"},
 	"spec": {"type": "ClusterIP", "clusterIP": "10.96.0.10"}},
 {"metadata": {"name": "rke2-coredns", "namespace": "kube-system", "labels": {"k8s-app": "kube-dns"}},
@@ -290,7 +291,8 @@ func TestServices(t *testing.T) {
 	service("service/shop/headless", `{"headless": true}`)
 	service("service/shop/other", `{"clusterIps": ["10.96.0.3"], "otherProxy": true}`)
 	service("service/shop/unproxied",
-		`{"clusterIps": ["10.96.0.4"], "otherProxy": true, "spread": true, "healthCheckNodePort": 32000}`)
+		`{"clusterIps": ["10.96.0.4"], "otherProxy": true, "spread": true, "healthCheckNodePort": 32000,
+			"loadBalancerLimited": true}`)
 	service("service/kube-system/kube-dns", `{"clusterIps": ["10.96.0.10"], "clusterDns": true}`)
 	service("service/kube-system/rke2-coredns", `{"clusterIps": ["10.96.0.11"], "clusterDns": true}`)
 	endpoint := func(p services.Path, text string) {

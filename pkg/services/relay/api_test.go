@@ -135,6 +135,7 @@ func TestExplainFull(t *testing.T) {
 	service.ClusterIps = service.ClusterIps[:1]
 	service.Ports = append(service.Ports[:1], &services.Port{Name: "sctp", Protocol: "SCTP", Port: 9})
 	service.Ports[0].NodePort, service.ExternalIps = 30080, []string{"203.0.113.5"}
+	service.LoadBalancerIps = []string{"203.0.113.5", "203.0.113.6"} // the first one twice
 	changes := shop(t)
 	here := endpoint("10.88.1.5", "edge1")
 	here.Ports = append(here.Ports, &services.Port{Name: "sctp", Protocol: "SCTP", Port: 9})
@@ -157,6 +158,7 @@ func TestExplainFull(t *testing.T) {
 		"shop/away 10.96.0.11 80 TCP: relay 1", "shop/outside 10.96.0.12 80 TCP: rules 1",
 		"shop/web 10.96.0.10 80 TCP: rules 1", "shop/web 10.96.0.10 9 SCTP: rules 1",
 		"shop/web 203.0.113.5 80 TCP: rules 1", "shop/web 203.0.113.5 9 SCTP: rules 1",
+		"shop/web 203.0.113.6 80 TCP: rules 1", "shop/web 203.0.113.6 9 SCTP: rules 1",
 		"shop/web 0.0.0.0 30080 TCP: rules 1",
 	}
 	if !slices.Equal(got, want) {
@@ -169,6 +171,13 @@ func TestExplainFull(t *testing.T) {
 		if v.Usable != (v.Address == "10.88.1.5") {
 			t.Errorf("%+v", v)
 		}
+	}
+	service.LoadBalancerLimited = true // not all callers may use them
+	if _, _, err := r.applySeries([]*pb.Changes{{Set: []*pb.Item{item(t, web, service)}}}); err != nil {
+		t.Fatal(err)
+	}
+	if slices.ContainsFunc(r.list("").Ports, func(p Port) bool { return p.Address == "203.0.113.6" }) {
+		t.Error("addresses of load balancers with loadBalancerSourceRanges are served")
 	}
 }
 

@@ -50,7 +50,7 @@ type frontend struct {
 	path     services.Path
 	service  *services.Service
 	port     *services.Port
-	external bool // it is a node port, or an external IP of the Service
+	external bool // it is a node port, or an address in externalIPs
 	rule     rule
 }
 
@@ -523,6 +523,20 @@ func served(p *services.Port) bool {
 // clusterIPs returns the ClusterIPs of a Service.
 func clusterIPs(service *services.Service) []netip.Addr { return permitted(service.GetClusterIps()) }
 
+// externalIPs returns the external IPs of a Service, and the addresses of its load balancers: callers on this node need
+// not go by these.
+func externalIPs(service *services.Service) []netip.Addr {
+	all := permitted(service.GetExternalIps())
+	if !service.GetLoadBalancerLimited() {
+		for _, addr := range permitted(service.GetLoadBalancerIps()) {
+			if !slices.Contains(all, addr) {
+				all = append(all, addr)
+			}
+		}
+	}
+	return all
+}
+
 // permitted returns the addresses that can be those of a Service.
 func permitted(texts []string) (all []netip.Addr) {
 	for _, text := range texts {
@@ -534,7 +548,7 @@ func permitted(texts []string) (all []netip.Addr) {
 }
 
 // frontends yields the ports of a Service that the edge may have to serve: TCP and UDP at each of its ClusterIPs. In
-// place of kube-proxy, it also serves SCTP, external IPs and node ports.
+// place of kube-proxy, it also serves SCTP, externalIPs and node ports.
 func (n planner) frontends(path services.Path, service *services.Service) func(yield func(frontend) bool) {
 	return func(yield func(frontend) bool) {
 		if service.GetOtherProxy() {
@@ -559,7 +573,7 @@ func (n planner) frontends(path services.Path, service *services.Service) func(y
 		if !each(cluster, false, number) || !n.full || len(cluster) == 0 {
 			return
 		}
-		if !each(permitted(service.GetExternalIps()), true, number) {
+		if !each(externalIPs(service), true, number) {
 			return
 		}
 		var every []netip.Addr // the unspecified addresses of the Service's families

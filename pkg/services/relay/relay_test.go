@@ -246,6 +246,7 @@ func randomItem(t *testing.T, rng *rand.Rand) *pb.Item {
 		web.ClusterIps = []string{"10.96.0." + strconv.Itoa(rng.IntN(4))} // two Services may have one address
 		web.ClusterDns, web.Spread = rng.IntN(2) == 0, rng.IntN(2) == 0
 		web.HealthCheckNodePort = uint32(32000 * rng.IntN(2))
+		web.LoadBalancerIps, web.LoadBalancerLimited = []string{"203.0.113.1"}, rng.IntN(2) == 0
 		return item(t, services.ServicePath("a", service), web)
 	}
 	if rng.IntN(4) == 0 {

@@ -268,6 +268,8 @@ type Service struct {
 	Spread       bool   `protobuf:"varint,14,opt,name=spread,proto3" json:"spread,omitempty"`                                // connections go to all endpoints alike (annotation tunnel.example/spread), not to near ones first
 	// The port at which each node tells load balancers whether it has ready endpoints of the Service; 0: none.
 	HealthCheckNodePort uint32 `protobuf:"varint,15,opt,name=health_check_node_port,json=healthCheckNodePort,proto3" json:"health_check_node_port,omitempty"`
+	// Only some callers may use load_balancer_ips (loadBalancerSourceRanges), so edges leave these addresses alone.
+	LoadBalancerLimited bool `protobuf:"varint,16,opt,name=load_balancer_limited,json=loadBalancerLimited,proto3" json:"load_balancer_limited,omitempty"`
 	unknownFields       protoimpl.UnknownFields
 	sizeCache           protoimpl.SizeCache
 }
@@ -405,6 +407,13 @@ func (x *Service) GetHealthCheckNodePort() uint32 {
 		return x.HealthCheckNodePort
 	}
 	return 0
+}
+
+func (x *Service) GetLoadBalancerLimited() bool {
+	if x != nil {
+		return x.LoadBalancerLimited
+	}
+	return false
 }
 
 // Port is a port of a Service.
@@ -688,7 +697,7 @@ const file_services_proto_rawDesc = "" +
 	"\x05whole\x18\x03 \x03(\rR\x05whole\"0\n" +
 	"\x04Item\x12\x12\n" +
 	"\x04path\x18\x01 \x01(\tR\x04path\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\fR\x05value\"\xc2\x04\n" +
+	"\x05value\x18\x02 \x01(\fR\x05value\"\xf6\x04\n" +
 	"\aService\x12\x1f\n" +
 	"\vcluster_ips\x18\x01 \x03(\tR\n" +
 	"clusterIps\x12!\n" +
@@ -708,7 +717,8 @@ const file_services_proto_rawDesc = "" +
 	"\vcluster_dns\x18\r \x01(\bR\n" +
 	"clusterDns\x12\x16\n" +
 	"\x06spread\x18\x0e \x01(\bR\x06spread\x123\n" +
-	"\x16health_check_node_port\x18\x0f \x01(\rR\x13healthCheckNodePort\"g\n" +
+	"\x16health_check_node_port\x18\x0f \x01(\rR\x13healthCheckNodePort\x122\n" +
+	"\x15load_balancer_limited\x18\x10 \x01(\bR\x13loadBalancerLimited\"g\n" +
 	"\x04Port\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x1a\n" +
 	"\bprotocol\x18\x02 \x01(\tR\bprotocol\x12\x12\n" +
