@@ -11,7 +11,7 @@ type EdgeServices struct {
 	State  string         // path of the file in which the edge keeps the Services that the cloud has told
 	Full   bool           // the edge serves all Services, in place of kube-proxy
 	Direct []netip.Prefix // networks whose endpoints this node reaches without the tunnel
-	Spread bool           // connections go to all endpoints of a Service alike
+	Spread bool           // each endpoint of a Service has the same chance to get a connection
 	DNS    bool           // the edge answers DNS queries for the names of Services
 	Domain string         // the cluster's domain, in lower case
 

@@ -167,7 +167,7 @@ const (
 	// kube-proxy leaves out Services that have one of these labels, whatever its value: another proxy serves them, or none
 	// (informers of cmd/kube-proxy/app/server.go).
 	otherProxyLabel, noProxyLabel = "service.kubernetes.io/service-proxy-name", "service.kubernetes.io/headless"
-	// spreadAnnotation makes connections go to all endpoints alike, if its value is "true".
+	// spreadAnnotation, with the value "true", gives each endpoint the same chance to get a connection.
 	spreadAnnotation = "tunnel.example/spread"
 )
 
@@ -279,6 +279,19 @@ func (n *nodeObject) item() *services.Node {
 		}
 	}
 	return item
+}
+
+// podNetworks returns the networks of the Node's pods. Those of a control-plane Node do not count: it has no edge.
+func (n *nodeObject) podNetworks() (all []netip.Prefix) {
+	if isControlPlane(n.Labels) {
+		return nil
+	}
+	for _, text := range n.Spec.PodCIDRs {
+		if p, err := netip.ParsePrefix(text); err == nil {
+			all = append(all, unmapped(p))
+		}
+	}
+	return all
 }
 
 // item returns the encoded item; nil if there is no item or the item is too large. key names the object in the log.

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net/netip"
 	"slices"
 	"strings"
 	"sync"
@@ -40,16 +41,19 @@ type Services struct {
 	services map[string]struct{} // the Services that the sink has, by NAMESPACE/NAME
 	slices   map[string]slice    // all EndpointSlices by NAMESPACE/NAME, even if the sink lacks their Service
 	// of maps a Service to its EndpointSlices, both as NAMESPACE/NAME.
-	of    map[string]map[string]struct{}
-	nodes map[string]struct{}
-	read  map[string]bool  // the kinds that have been read once
-	errs  map[string]error // why the objects of a kind may be out of date; no entry: they are up to date
+	of       map[string]map[string]struct{}
+	nodeless map[string]struct{} // the EndpointSlices with endpoints in slice.nodeless
+	nodes    map[string]struct{}
+	owners   *podOwners
+	read     map[string]bool  // the kinds that have been read once
+	errs     map[string]error // why the objects of a kind may be out of date; no entry: they are up to date
 }
 
 // slice is the part of an EndpointSlice that Services keeps.
 type slice struct {
 	service   string // NAMESPACE/NAME
 	endpoints map[services.Path][]byte
+	nodeless  map[services.Path]*services.Endpoint // the endpoints whose node the slice does not say
 }
 
 // The kinds of objects, as messages name them.
@@ -67,7 +71,7 @@ func (c *Client) Services(
 	return &Services{
 		client: c, namespaces: namespaces, sink: sink, counters: counters, log: log,
 		services: make(map[string]struct{}), slices: make(map[string]slice), of: make(map[string]map[string]struct{}),
-		nodes: make(map[string]struct{}), read: make(map[string]bool), errs: make(map[string]error),
+		nodeless: make(map[string]struct{}), nodes: make(map[string]struct{}), owners: newPodOwners(), read: make(map[string]bool), errs: make(map[string]error),
 	}
 }
 
@@ -269,6 +273,9 @@ func (s *Services) sliceStore() *serviceStore {
 				delete(s.of, before.service)
 			}
 		}
+		if delete(s.nodeless, key); len(now.nodeless) > 0 {
+			s.nodeless[key] = struct{}{}
+		}
 		if now.service == "" {
 			delete(s.slices, key)
 			return
@@ -291,12 +298,16 @@ func (s *Services) sliceStore() *serviceStore {
 			if !ok {
 				return errors.New("not an EndpointSlice")
 			}
-			now := slice{endpoints: make(map[services.Path][]byte)}
+			now := slice{endpoints: make(map[services.Path][]byte), nodeless: make(map[services.Path]*services.Endpoint)}
 			if service := object.Labels[serviceName]; service != "" && s.tells(object.Namespace) {
 				now.service = object.Namespace + "/" + service
 				for _, e := range object.items() {
+					p := services.EndpointPath(object.Namespace, service, object.Name, e.GetAddress())
+					if e.GetNode() == "" && now.service != apiService {
+						e.Home, now.nodeless[p] = s.owners.owner(e.GetAddress()), e
+					}
 					if value := s.item(key, e); value != nil {
-						now.endpoints[services.EndpointPath(object.Namespace, service, object.Name, e.GetAddress())] = value
+						now.endpoints[p] = value
 					}
 				}
 			}
@@ -305,6 +316,35 @@ func (s *Services) sliceStore() *serviceStore {
 		},
 		remove: func(key string) { put(key, slice{}) },
 		keys:   func() []string { return keysOf(s.slices) },
+	}
+}
+
+// apiService is the Service of the API servers. Its endpoints are on no edge node, whatever a Node claims.
+const apiService = "default/kubernetes"
+
+// setNetworks tells owners the networks of a Node's pods. If they have changed, setNetworks looks again for the Nodes of
+// endpoints whose slice does not say it. The caller holds mu.
+func (s *Services) setNetworks(node string, networks []netip.Prefix) {
+	if !s.owners.set(node, networks) {
+		return
+	}
+	for key := range s.nodeless {
+		of := s.slices[key]
+		_, told := s.services[of.service]
+		for p, e := range of.nodeless {
+			home := s.owners.owner(e.GetAddress())
+			if home == e.GetHome() {
+				continue
+			}
+			e.Home = home
+			value := s.item(key, e)
+			if value == nil {
+				continue
+			}
+			if of.endpoints[p] = value; told {
+				s.sink.Set(p, value)
+			}
+		}
 	}
 }
 
@@ -317,6 +357,8 @@ func (s *Services) nodeStore() *serviceStore {
 		if _, ok := s.nodes[key]; ok {
 			delete(s.nodes, key)
 			s.sink.Delete(path(key))
+			_, name := cut(key)
+			s.setNetworks(name, nil)
 		}
 	}
 	return &serviceStore{s: s, kind: kindNodes,
@@ -332,6 +374,7 @@ func (s *Services) nodeStore() *serviceStore {
 			}
 			s.nodes[key] = struct{}{}
 			s.sink.Set(path(key), value)
+			s.setNetworks(object.Name, object.podNetworks())
 			return nil
 		},
 		remove: remove,

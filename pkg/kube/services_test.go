@@ -303,7 +303,7 @@ func TestServices(t *testing.T) {
 	endpoint("endpoint/shop/web/web-a/10.88.1.5", `{"address": "10.88.1.5", "node": "edge1", "zone": "a",
 		"hostname": "web-0", "ready": true, "serving": true, "zoneHints": ["a", "b"], "nodeHints": ["edge1"], `+ports+`}`)
 	endpoint("endpoint/shop/web/web-a/10.88.1.7",
-		`{"address": "10.88.1.7", "serving": true, "terminating": true, `+ports+`}`)
+		`{"address": "10.88.1.7", "serving": true, "terminating": true, "home": "edge1", `+ports+`}`)
 	endpoint("endpoint/shop/web/web-a/10.88.1.8", `{"address": "10.88.1.8", "node": "edge2", "ready": true,
 		"serving": true, `+ports+`}`)
 	endpoint("endpoint/shop/web/web-b/fd00::5", `{"address": "fd00::5", "ready": true, "serving": true}`)

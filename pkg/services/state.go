@@ -1,6 +1,7 @@
 package services
 
 import (
+	"cmp"
 	"crypto/sha256"
 	"encoding/binary"
 	"errors"
@@ -40,7 +41,6 @@ type State struct {
 	// stays encoded until it is asked for: decoded, it takes five times the memory, and a node may know 200,000.
 	endpoints map[string][]Path
 	nodes     map[string]*Node
-	homes     *Homes             // of nodes
 	clusterIP map[netip.Addr]int // how many Services have it as a ClusterIP
 }
 
@@ -48,7 +48,7 @@ type State struct {
 func NewState() *State {
 	return &State{
 		items: make(map[Path]string), leftOut: make(map[Path]uint64), most: maxItems, services: make(map[string]*Service),
-		endpoints: make(map[string][]Path), nodes: make(map[string]*Node), homes: NewHomes(), clusterIP: make(map[netip.Addr]int),
+		endpoints: make(map[string][]Path), nodes: make(map[string]*Node), clusterIP: make(map[netip.Addr]int),
 	}
 }
 
@@ -170,7 +170,6 @@ func (s *State) set(p Path, value []byte) error {
 		v := new(Node)
 		if err = proto.Unmarshal(value, v); err == nil {
 			s.nodes[parts[1]] = v
-			s.homes.Set(parts[1], v)
 		}
 	}
 	if err != nil {
@@ -215,7 +214,6 @@ func (s *State) forget(p Path) bool {
 		}
 	case parts[0] == kindNode:
 		delete(s.nodes, parts[1])
-		s.homes.Set(parts[1], nil)
 	}
 	return true
 }
@@ -273,9 +271,10 @@ func (s *State) ServicesWith(match func(node, address string) bool) iter.Seq[Pat
 	}
 }
 
-// placeIn returns two fields of an encoded Endpoint: where it is. It is far cheaper than to decode all fields.
-func placeIn(value string) (node, address string) {
-	const fieldAddress, fieldNode = 1, 2
+// placeIn returns the Home and the address of an encoded Endpoint. It is far cheaper than to decode all fields.
+func placeIn(value string) (at, address string) {
+	var node, home string
+	const fieldAddress, fieldNode, fieldHome = 1, 2, 12
 	for b := []byte(value); len(b) > 0; {
 		field, kind, n := protowire.ConsumeTag(b)
 		if n < 0 {
@@ -285,17 +284,20 @@ func placeIn(value string) (node, address string) {
 		if n = protowire.ConsumeFieldValue(field, kind, b); n < 0 {
 			return "", ""
 		}
-		if kind == protowire.BytesType && field <= fieldNode {
+		if kind == protowire.BytesType {
 			text, _ := protowire.ConsumeBytes(b)
-			if field == fieldAddress {
+			switch field {
+			case fieldAddress:
 				address = string(text)
-			} else {
+			case fieldNode:
 				node = string(text)
+			case fieldHome:
+				home = string(text)
 			}
 		}
 		b = b[n:]
 	}
-	return node, address
+	return cmp.Or(node, home), address
 }
 
 // Endpoint returns an endpoint, or nil.
@@ -351,8 +353,9 @@ func Hostname(e *Endpoint) string {
 // Node returns a Node, or nil.
 func (s *State) Node(name string) *Node { return s.nodes[name] }
 
-// Home returns the name of the Node that an endpoint is on, see Homes.Of.
-func (s *State) Home(e *Endpoint) string { return s.homes.Of(e) }
+// Home returns the name of the Node that an endpoint is on, or "". Policies look at Endpoint.node alone, as kube-proxy
+// does.
+func Home(e *Endpoint) string { return cmp.Or(e.GetNode(), e.GetHome()) }
 
 // digest returns the digest of an item.
 func digest(p Path, value []byte) uint64 {

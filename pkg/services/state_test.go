@@ -214,7 +214,7 @@ func FuzzApply(f *testing.F) {
 		}
 		for _, paths := range s.endpoints {
 			for _, p := range paths {
-				if node, address := placeIn(s.items[p]); node != s.Endpoint(p).GetNode() ||
+				if node, address := placeIn(s.items[p]); node != Home(s.Endpoint(p)) ||
 					address != s.Endpoint(p).GetAddress() {
 					t.Fatalf("%s is at %s of %s, want %v", p, address, node, s.Endpoint(p))
 				}

@@ -156,14 +156,15 @@ func bottom(c net.Conn) (*net.TCPConn, bool) {
 //
 // The bound also shortens how long the kernel retries in total: it computes that time from the bound and
 // net.ipv4.tcp_retries2. The time begins with the first lost packet, and ends only when everything that was in flight then
-// has arrived. Several cuts in a row, or steady loss, can therefore add up. A user timeout replaces that limit.
+// has arrived. Several cuts in a row, or steady loss, can therefore add up. A user timeout, which begins at the same time, replaces that limit.
 const (
 	// sessionBackoff is the bound for the connection of a session. Its user timeout is keepaliveTotal.
 	sessionBackoff = time.Second
-	// dataBackoff is the bound for a data connection that carries a conn.
+	// dataBackoff is the bound for a data connection.
 	dataBackoff = 5 * time.Second
-	// dataTimeout is the user timeout of a data connection that carries a conn. It only has to be longer than the session
-	// waits for a peer that is silent.
+	// dataTimeout is the user timeout of a data connection that carries a conn: about as long as Linux tries without our
+	// bound. The session notices a lost peer much earlier (dropLost), also where keepalive would have noticed it: with a
+	// user timeout, the kernel no longer counts the probes of keepalive.
 	dataTimeout = 15 * time.Minute
 )
 

@@ -37,6 +37,7 @@ type dataConn struct {
 	since   time.Time   // when it was last used
 	inUse   bool        // at the edge: it serves an open, or the cloud has not confirmed the end of the conn
 	saying  *time.Timer // timer that calls sayEnd
+	wasOpen bool        // the last call of mayStall has found the peer's window open
 	unheard time.Time   // when the method lost first saw the kernel resend without an answer; zero: it does not resend
 }
 
@@ -56,18 +57,24 @@ func newDataConn(c, raw net.Conn, b *conn.Blocks) *dataConn {
 // the other end's kernel acknowledges an open at once.
 func (d *dataConn) waitShort() { d.userTimeout(answerTime) }
 
-// waitLong undoes waitShort before a conn starts. See also mayStall.
+// waitLong makes the kernel wait for dataTimeout. It applies from the start of a conn; see also mayStall.
 func (d *dataConn) waitLong() { d.userTimeout(dataTimeout) }
 
 // mayStall lets a stalled reader keep its peer waiting for any time. The user timeout also ends a connection whose peer
-// has closed its window for that long (tcp(7)), so there is none while the window is closed. The session calls mayStall
-// every heartbeatInterval, for a data connection that carries a conn.
-func mayStall(fd uintptr, a acks) {
-	timeout := dataTimeout
-	if a.closed {
-		timeout = 0
+// has closed its window for that long (tcp(7)), so there is none while the window is closed. The kernel counts from the
+// first time that it found the window closed, until the window has room for a whole packet. So the timeout comes back
+// only when the window was open twice in a row. The session calls mayStall every heartbeatInterval, for a data connection
+// that carries a conn. The caller holds session.mu.
+func (d *dataConn) mayStall(fd uintptr, a acks) {
+	before := d.wasOpen
+	d.wasOpen = !a.closed
+	//nolint:errcheck // it fails when the connection has ended, and other code notices that
+	switch {
+	case a.closed:
+		userTimeout(fd, 0)
+	case before:
+		userTimeout(fd, dataTimeout)
 	}
-	userTimeout(fd, timeout) //nolint:errcheck // it fails when the connection has ended, and other code notices that
 }
 
 func (d *dataConn) userTimeout(t time.Duration) {
@@ -100,7 +107,7 @@ func (d *dataConn) lost(limit time.Duration) (is bool) {
 		acks, ok := acksOf(fd)
 		is = ok && d.isLost(acks, time.Now(), limit)
 		if ok && d.carries.Load() != nil {
-			mayStall(fd, acks)
+			d.mayStall(fd, acks)
 		}
 	})
 	return is

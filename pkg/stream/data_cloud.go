@@ -426,7 +426,9 @@ func (s *cloudSession) release(d *dataConn, lease *conn.Lease) error {
 	if err := lease.ReturnAtCloud(); err != nil {
 		return err
 	}
+	s.mu.Lock() // a call of lost has set its timeout before, or sees that d carries nothing
 	d.waitShort()
+	s.mu.Unlock()
 	s.spare(d)
 	return nil
 }

@@ -129,6 +129,7 @@ func (o *dataOpen) accept(context.Context) error { return o.Accept() }
 
 func (o *dataOpen) conn(cfg conn.Config) *conn.Conn {
 	c := conn.OverLease(&o.Lease, cfg)
+	o.data.waitLong()
 	o.data.carries.Store(c)
 	o.s.counters.ConnsOverData.Add(1)
 	return c

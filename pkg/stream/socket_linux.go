@@ -99,7 +99,7 @@ type acks struct {
 	ended    bool          // the kernel has ended the connection
 	underWay bool          // sent bytes have no acknowledgement yet
 	missing  bool          // the kernel resends bytes that have no acknowledgement
-	closed   bool          // the peer's window is closed: the kernel holds bytes, and has none in flight
+	closed   bool          // the peer's window is closed, or the kernel holds bytes and has none in flight
 	last     time.Duration // time since the last acknowledgement
 }
 
@@ -122,7 +122,7 @@ func acksIn(infos []*unix.TCPInfo) acks {
 		// An acknowledgement resets either counter to zero. Probes are sent by keepalive or for a
 		// closed window.
 		a.missing = a.missing && (info.Unacked > 0 && info.Retransmits > 0 || info.Probes > 1)
-		a.closed = a.closed && info.Unacked == 0 && info.Notsent_bytes > 0
+		a.closed = a.closed && (info.Snd_wnd == 0 || info.Unacked == 0 && info.Notsent_bytes > 0)
 		a.last = min(a.last, time.Duration(info.Last_ack_recv)*time.Millisecond)
 	}
 	return a

@@ -65,8 +65,7 @@ func (h *Hub) Endpoints(host string, port uint16) ([]Endpoint, error) {
 		return nil, refusal
 	}
 	for i, e := range found {
-		found[i].Node = h.home(&services.Endpoint{Node: string(e.Node), Address: e.Addr.Addr().String()})
-		found[i].Cloud = e.Cloud && !h.isEdge(found[i].Node)
+		found[i].Cloud = e.Cloud && !h.isEdge(e.Node)
 	}
 	rand.Shuffle(len(found), func(i, j int) { found[i], found[j] = found[j], found[i] })
 	return found, nil
@@ -183,7 +182,7 @@ func add(found []Endpoint, e *services.Endpoint, port uint16) []Endpoint {
 		return found
 	}
 	return append(found, Endpoint{
-		Addr: netip.AddrPortFrom(addr, port), Node: tunnel.NodeName(e.GetNode()), Cloud: e.GetCluster(),
+		Addr: netip.AddrPortFrom(addr, port), Node: tunnel.NodeName(services.Home(e)), Cloud: e.GetCluster(),
 	})
 }
 

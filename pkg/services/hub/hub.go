@@ -25,7 +25,6 @@ import (
 	"sync/atomic"
 
 	"google.golang.org/protobuf/encoding/protowire"
-	"google.golang.org/protobuf/proto"
 
 	"tunnel.example/tunnel/pkg/services"
 	"tunnel.example/tunnel/pkg/tunnel"
@@ -65,7 +64,6 @@ type Hub struct {
 	// joined are the nodes whose edges serve Services, connected or not. Until all objects are known, joined may also have
 	// nodes without a Node.
 	joined map[tunnel.NodeName]bool
-	homes  *services.Homes
 	index  *index // for Endpoints; nil: not kept
 	synced bool   // all objects are known
 	named  bool   // NodesKnown was called, or is not awaited
@@ -96,7 +94,7 @@ type change struct {
 func New(cfg Config) *Hub {
 	h := &Hub{
 		cfg: cfg, log: cfg.Log.With("module", Category), joined: make(map[tunnel.NodeName]bool),
-		homes: services.NewHomes(), named: !cfg.AwaitNodes, served: make(chan struct{}),
+		named: !cfg.AwaitNodes, served: make(chan struct{}),
 		deleted: make(map[services.Path]*change), watchers: make(map[tunnel.NodeName]*watcher),
 	}
 	if cfg.Domain != "" {
@@ -181,22 +179,7 @@ func (h *Hub) setLocked(p services.Path, value []byte) {
 	}
 	h.digests.Flip(p, value)
 	h.index.set(p, value)
-	h.setHome(p, value)
 	h.buckets[services.Bucket(p)][p] = h.appendLocked(p, value)
-}
-
-// setHome tells homes of a Node; value nil: it is gone. Other items change nothing. The caller holds mu.
-func (h *Hub) setHome(p services.Path, value []byte) {
-	name, ok := nodeOf(p)
-	if !ok {
-		return
-	}
-	var n *services.Node
-	if value != nil {
-		n = new(services.Node)
-		proto.Unmarshal(value, n) //nolint:errcheck // of a Node that cannot be read, nothing is known
-	}
-	h.homes.Set(string(name), n)
 }
 
 // itemLocked returns the newest change of an item, or nil if there is no such item. The caller holds mu.
@@ -215,7 +198,6 @@ func (h *Hub) Delete(p services.Path) {
 	}
 	delete(h.buckets[services.Bucket(p)], p)
 	h.index.forget(p)
-	h.setHome(p, nil)
 	h.items--
 	h.digests.Flip(p, old.value)
 	h.supersedeLocked(old)

@@ -57,7 +57,7 @@ func (h *Hub) target(from tunnel.NodeName, text string) (tunnel.Request, *tunnel
 	has := slices.ContainsFunc(e.GetPorts(), func(p *services.Port) bool {
 		return p.GetProtocol() == target.Protocol && p.GetPort() == uint32(target.Port)
 	})
-	on := h.home(&e)
+	on := tunnel.NodeName(services.Home(&e))
 	edge := h.isEdge(on)
 	switch {
 	case !has:
@@ -101,13 +101,6 @@ func (h *Hub) endpoint(p services.Path) (value []byte, synced bool) {
 		return nil, h.synced
 	}
 	return item.value, h.synced
-}
-
-// home returns the name of the Node that an endpoint is on, see services.Homes.
-func (h *Hub) home(e *services.Endpoint) tunnel.NodeName {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	return tunnel.NodeName(h.homes.Of(e))
 }
 
 // isEdge reports whether the edge of a Node serves Services, or did so when it was connected last.

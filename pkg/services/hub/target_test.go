@@ -38,8 +38,8 @@ func targetHub(t testing.TB, cfg Config) *Hub {
 	for _, node := range []string{"edge1", "edge2", "worker1"} {
 		h.Set(services.NodePath(node), nil)
 	}
-	setEndpoint(t, h, "10.88.3.1", "", ports...) // its slice has no nodeName
-	h.Set(services.NodePath("edge3"), marshal(t, &services.Node{PodCidrs: []string{"10.88.3.0/24"}}))
+	h.Set(services.EndpointPath("shop", "web", "web-a", "10.88.3.1"), // its slice has no nodeName
+		marshal(t, &services.Endpoint{Address: "10.88.3.1", Home: "edge2", Ready: true, Serving: true, Ports: ports}))
 	h.Joined("edge1")
 	h.Joined("edge2")
 	return h
@@ -55,7 +55,7 @@ func TestTarget(t *testing.T) {
 		{web + "10.88.2.1 TCP 8080", false, "edge2 10.88.2.1:8080"},
 		{web + "fd00::5 TCP 8080", false, "edge2 [fd00::5]:8080"},
 		{web + "10.88.2.1 TCP 8080", true, "edge2 10.88.2.1:8080"},
-		{web + "10.88.3.1 TCP 8080", false, "edge3 10.88.3.1:8080"},
+		{web + "10.88.3.1 TCP 8080", false, "edge2 10.88.3.1:8080"},
 		{web + "10.244.0.5 TCP 8080", true, " 10.244.0.5:8080"},
 		{web + "192.0.2.1 TCP 8080", true, " 192.0.2.1:8080"},
 		{web + "10.244.0.5 TCP 8080", false, `denied: endpoint/shop/web/web-a/10.244.0.5 is on worker1, whose edge ` +

@@ -162,7 +162,7 @@ func (r *Relay) describeLocked(f frontend, name string, endpoints []services.Nam
 	why := make(map[services.Path]Verdict)
 	for _, one := range w.direct {
 		text := "it is in a network that this node reaches by itself (direct, or routes in [mode.edge.cni])"
-		if r.state.Home(one.Endpoint) == node {
+		if services.Home(one.Endpoint) == node {
 			text = "it is on this node"
 		}
 		why[one.Path] = Verdict{Usable: true, Why: text}
@@ -193,7 +193,7 @@ func (r *Relay) describeLocked(f frontend, name string, endpoints []services.Nam
 		if !chosen {
 			v.Why = whyNot(f, e.Endpoint)
 		}
-		v.Address, v.Node, v.Zone = e.GetAddress(), e.GetNode(), e.GetZone()
+		v.Address, v.Node, v.Zone = e.GetAddress(), services.Home(e.Endpoint), e.GetZone()
 		v.Port = services.TargetPort(e.Endpoint, f.port)
 		p.Endpoints = append(p.Endpoints, v)
 	}

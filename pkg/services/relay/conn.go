@@ -285,13 +285,13 @@ func unmapped(at netip.AddrPort) netip.AddrPort {
 func (r *Relay) reach(ctx context.Context, to address, from netip.Addr) (net.Conn, error) {
 	ctx, cancel := context.WithTimeout(ctx, reachTimeout)
 	defer cancel()
-	f, w, known := r.waysNow(to)
+	f, w, spread, known := r.waysNow(to)
 	if !known {
 		return nil, tunnel.Refusef(tunnel.Denied, "no Service that this node knows has %s", to)
 	}
 	sticky := time.Duration(f.service.GetAffinitySeconds()) * time.Second
 	key := affinityKey{from, f.path, f.port.GetName()}
-	ordered := order(w, r.affinity.get(key, sticky), r.spreads(f))
+	ordered := order(w, r.affinity.get(key, sticky), spread)
 	err := error(tunnel.Refusef(tunnel.Unreachable, "no endpoint of %s can be reached", nameOf(f.path)))
 	for _, one := range ordered[:min(len(ordered), maxAttempts)] {
 		var c net.Conn
@@ -307,16 +307,9 @@ func (r *Relay) reach(ctx context.Context, to address, from netip.Addr) (net.Con
 	return nil, err
 }
 
-// spreads is planner.spreads.
-func (r *Relay) spreads(f frontend) bool {
-	r.mu.RLock()
-	defer r.mu.RUnlock()
-	return r.planner.spreads(f)
-}
-
-// waysNow returns the frontend at an address, and the ways to its endpoints as the state has them now. known is false
-// if there is no such frontend.
-func (r *Relay) waysNow(to address) (f frontend, w ways, known bool) {
+// waysNow returns the frontend at an address, and the ways to its endpoints as the state has them now. spread says whether
+// each of them has the same chance. known is false if there is no such frontend.
+func (r *Relay) waysNow(to address) (f frontend, w ways, spread, known bool) {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
 	places := []address{to}
@@ -339,7 +332,7 @@ func (r *Relay) waysNow(to address) (f frontend, w ways, known bool) {
 	if known {
 		w = r.planner.ways(r.state, f, chosen(f, r.state.Endpoints(f.path), r.planner.self(r.state)))
 	}
-	return f, w, known
+	return f, w, r.planner.spreads(f), known
 }
 
 // scanLocked looks in the state for the frontend at the first of places that a Service has. It is for a connection that
@@ -364,8 +357,8 @@ type attempt struct {
 }
 
 // order returns the ways in the order in which the relay tries them. The endpoint that the caller had before is first.
-// Then come endpoints that the node reaches by itself, and then the far ones, each group at random. With spread, all are
-// one group.
+// Then come endpoints that the node reaches by itself, and then the far ones, each group at random. With spread, any
+// endpoint may be the first one, with equal chances.
 func order(w ways, before string, spread bool) []attempt {
 	all := make([]attempt, 0, len(w.direct)+len(w.far))
 	for _, one := range shuffled(w.direct) {
@@ -374,8 +367,9 @@ func order(w ways, before string, spread bool) []attempt {
 	for _, one := range shuffled(w.far) {
 		all = append(all, attempt{one, true})
 	}
-	if spread {
-		rand.Shuffle(len(all), func(i, j int) { all[i], all[j] = all[j], all[i] })
+	if spread && len(all) > 0 {
+		i := rand.IntN(len(all))
+		all[0], all[i] = all[i], all[0]
 	}
 	if i := slices.IndexFunc(all, func(a attempt) bool { return a.Path == before }); i > 0 {
 		first := all[i]

@@ -46,13 +46,13 @@ func (o *router) Route(caller netip.AddrPort, had string) (target string, why ud
 		}
 		return had, udp.DropUnreachable, had != ""
 	}
-	f, w, known := r.waysNow(address{to, protocolUDP})
+	f, w, spread, known := r.waysNow(address{to, protocolUDP})
 	if !known {
 		return "", udp.DropDenied, false
 	}
 	sticky := time.Duration(f.service.GetAffinitySeconds()) * time.Second
 	key := affinityKey{from, f.path, f.port.GetName()}
-	ordered := order(w, r.affinity.get(key, sticky), r.spreads(f))
+	ordered := order(w, r.affinity.get(key, sticky), spread)
 	isHad := func(a attempt) bool { return a.target() == had }
 	works := func(a attempt) bool { return !r.failures.recent(a.target()) }
 	switch {
@@ -87,7 +87,7 @@ func (r *Relay) dialDatagrams(ctx context.Context, target string) (net.Conn, err
 	}
 	r.mu.RLock()
 	e := r.state.Endpoint(t.Endpoint)
-	direct := e != nil && r.planner.isDirect(r.state, e)
+	direct := e != nil && r.planner.isDirect(e)
 	if direct {
 		_, direct = addressOf(r.state, e)
 	}

@@ -142,7 +142,7 @@ func (n *Near) reach(ctx context.Context, to way) (c net.Conn, answered bool, er
 	if n == nil || to.protocol != protocolTCP || n.denied.get(to.target()) != nil {
 		return nil, false, nil
 	}
-	node := to.GetNode()
+	node := services.Home(to.Endpoint)
 	p, failures := n.enter(node)
 	if p == nil {
 		return nil, false, nil

@@ -188,7 +188,7 @@ func (r *Relay) ownEndpoint(t services.Target) (at netip.AddrPort, ok bool) {
 	hasPort := slices.ContainsFunc(e.GetPorts(), func(p *pb.Port) bool {
 		return p.GetProtocol() == t.Protocol && p.GetPort() == uint32(t.Port)
 	})
-	if e == nil || e.GetNode() != string(r.cfg.Node) || !hasPort || len(s.GetClusterIps()) == 0 ||
+	if e == nil || services.Home(e) != string(r.cfg.Node) || !hasPort || len(s.GetClusterIps()) == 0 ||
 		s.GetHeadless() || s.GetOtherProxy() || s.GetExternalName() != "" {
 		return at, false
 	}

@@ -238,10 +238,10 @@ type planner struct {
 	node   string
 	direct []netip.Prefix // networks that the node reaches by itself
 	full   bool           // the edge serves all Services, in place of kube-proxy
-	spread bool           // connections go to all endpoints alike, whatever their Service says
+	spread bool           // see Config.Spread
 }
 
-// spreads reports whether connections to a frontend go to all endpoints alike, and not to direct ones first.
+// spreads reports whether each endpoint of a frontend has the same chance to get a connection.
 func (n planner) spreads(f frontend) bool { return n.spread || f.service.GetSpread() }
 
 // plan returns a new plan for a state.
@@ -291,7 +291,7 @@ func (n planner) update(p *plan, s *services.State, d *services.Difference) {
 	}
 	if len(nodes)+len(addrs) > 0 {
 		for path := range s.ServicesWith(func(node, address string) bool {
-			if _, ok := nodes[node]; ok || node == "" && len(nodes) > 0 {
+			if _, ok := nodes[node]; ok {
 				return true
 			}
 			if len(addrs) == 0 {
@@ -382,7 +382,7 @@ func (n planner) part(s *services.State, path services.Path, service *services.S
 	endpoints := s.Endpoints(path)
 	for _, e := range endpoints {
 		addr, ok := addressOf(s, e.Endpoint)
-		if !ok || s.Home(e.Endpoint) != n.node {
+		if !ok || services.Home(e.Endpoint) != n.node {
 			continue
 		}
 		for _, port := range e.GetPorts() {
@@ -440,12 +440,15 @@ func (w ways) rule(f frontend, anywhere, spread bool) rule {
 		direct = w.unreached
 	}
 	switch {
-	case len(direct) > 0 && (len(w.far) == 0 || !spread):
+	case len(direct) > 0:
 		r.kind, r.ends = toEnds, make([]netip.AddrPort, 0, len(direct))
 		for _, one := range direct {
 			r.ends = append(r.ends, one.address())
 		}
 		slices.SortFunc(r.ends, netip.AddrPort.Compare)
+		if spread && len(w.far) > 0 { // flows that the kernel has sent to ends may stay there
+			r.kind, r.sticky, r.masquerade = toRelay, 0, false
+		}
 	case len(w.far) > 0:
 		r.kind, r.sticky, r.masquerade = toRelay, 0, false // the relay itself keeps the endpoints of callers
 	case anywhere && len(w.none) == 0:
@@ -460,7 +463,7 @@ func (w ways) rule(f frontend, anywhere, spread bool) rule {
 func (n planner) hairpins(s *services.State, endpoints []services.Named, lists ...[]netip.AddrPort) (all []netip.Addr) {
 	ours := make(map[netip.Addr]struct{})
 	for _, e := range endpoints {
-		if addr, ok := addressOf(s, e.Endpoint); ok && s.Home(e.Endpoint) == n.node {
+		if addr, ok := addressOf(s, e.Endpoint); ok && services.Home(e.Endpoint) == n.node {
 			ours[addr] = struct{}{}
 		}
 	}
@@ -633,9 +636,9 @@ func (n planner) ways(s *services.State, f frontend, endpoints []services.Named)
 		// An IPv4 address in IPv6 form passes Choose for IPv6. The kernel refuses a table with such an endpoint.
 		case !ok || addr.Is4() != f.at.Addr().Is4():
 			w.none = append(w.none, one)
-		case n.isDirect(s, e.Endpoint):
+		case n.isDirect(e.Endpoint):
 			w.direct = append(w.direct, one)
-		case (e.GetCluster() || s.Node(s.Home(e.Endpoint)).GetEdge()) && served(f.port):
+		case (e.GetCluster() || s.Node(services.Home(e.Endpoint)).GetEdge()) && served(f.port):
 			w.far = append(w.far, one)
 		default:
 			w.none, w.unreached = append(w.none, one), append(w.unreached, one)
@@ -657,8 +660,8 @@ func listOf(f frontend, c services.Choice) []services.Named {
 }
 
 // isDirect reports whether this node reaches an endpoint by itself.
-func (n planner) isDirect(s *services.State, e *services.Endpoint) bool {
-	return s.Home(e) == n.node || n.isRouted(e)
+func (n planner) isDirect(e *services.Endpoint) bool {
+	return services.Home(e) == n.node || n.isRouted(e)
 }
 
 // isRouted reports whether an endpoint is in a network that this node reaches by itself.

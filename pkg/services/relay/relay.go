@@ -70,7 +70,9 @@ type Config struct {
 	File   string         // the path of the file that keeps the state
 	Direct []netip.Prefix // networks that this node reaches without the tunnel
 	Full   bool           // the edge serves all Services, in place of kube-proxy
-	Spread bool           // connections go to all endpoints alike, and not to those first that this node reaches by itself
+	// Spread: each endpoint of a Service has the same chance to get a connection. Otherwise, those that this node reaches
+	// by itself come first, unless the Service asks for the same (services.Service.spread).
+	Spread bool
 	// Watch opens a stream on the connection of a session. It waits for a session. When ctx is done, the wait or the
 	// stream ends.
 	Watch func(ctx context.Context) (Stream, error)
@@ -129,6 +131,7 @@ type Relay struct {
 	watch   error     // why the last stream has ended; nil: a stream runs, or there was none
 	broken  error     // why the kernel does not do what the plan says; nil: it does
 	unkept  error     // why the file cannot be opened or written
+	inForce bool      // the kernel's rules are those of plan
 	serves  int       // how many ports of Services the kernel's rules are for
 	named   bool      // queries for names are redirected to this edge
 	unnamed error     // why they are not; nil: they are, or the configuration has no dns
@@ -185,7 +188,7 @@ func (r *Relay) Run(ctx context.Context) error {
 		start(func() error { r.serveDNS(serving, fail); return nil })
 	}
 	if r.cfg.Full {
-		start(func() error { r.serveHealth(serving); return nil })
+		start(func() error { r.serveHealth(serving, fail); return nil })
 	}
 	r.guard(fail, func() error { r.serve(serving, door); return nil })
 	var err error
@@ -246,6 +249,7 @@ func (r *Relay) apply(d *door) {
 	}
 	r.mu.Lock()
 	before := r.broken
+	r.inForce = d.programmed && err == nil
 	if r.broken, r.serves = err, 0; d.programmed {
 		r.serves = len(r.plan.frontends)
 	} else {

@@ -84,7 +84,7 @@ func TestPlan(t *testing.T) {
 	}{
 		"a far endpoint": {want: 1},
 		"a pod of an edge node, without nodeName": {
-			change: func(p parts) { p.Endpoint.Node, p.PodCidrs = "", []string{"10.88.2.0/24"} }, want: 1,
+			change: func(p parts) { p.Endpoint.Node, p.Home = "", "edge2" }, want: 1,
 		},
 		"no edge node":          {change: func(p parts) { p.Edge = false }},
 		"the cloud reaches all": {change: func(p parts) { p.Edge, p.Cluster = false, true }, want: 1},
@@ -249,10 +249,10 @@ func randomItem(t *testing.T, rng *rand.Rand) *pb.Item {
 		web.LoadBalancerIps, web.LoadBalancerLimited = []string{"203.0.113.1"}, rng.IntN(2) == 0
 		return item(t, services.ServicePath("a", service), web)
 	}
-	if rng.IntN(4) == 0 {
-		node = "" // the address says which
-	}
 	e := endpoint(addr, node)
+	if rng.IntN(4) == 0 {
+		e.Node, e.Home = "", node
+	}
 	if service != "s0" { // hints count if all endpoints have some
 		e.ZoneHints = []string{strconv.Itoa(rng.IntN(2))}
 	}

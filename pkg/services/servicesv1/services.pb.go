@@ -265,7 +265,7 @@ type Service struct {
 	OtherProxy   bool   `protobuf:"varint,11,opt,name=other_proxy,json=otherProxy,proto3" json:"other_proxy,omitempty"`
 	ExternalName string `protobuf:"bytes,12,opt,name=external_name,json=externalName,proto3" json:"external_name,omitempty"` // of type ExternalName: the name that it is an alias of
 	ClusterDns   bool   `protobuf:"varint,13,opt,name=cluster_dns,json=clusterDns,proto3" json:"cluster_dns,omitempty"`      // it is the DNS of the cluster: kube-dns of kube-system, or one with the label k8s-app=kube-dns
-	Spread       bool   `protobuf:"varint,14,opt,name=spread,proto3" json:"spread,omitempty"`                                // connections go to all endpoints alike (annotation tunnel.example/spread), not to near ones first
+	Spread       bool   `protobuf:"varint,14,opt,name=spread,proto3" json:"spread,omitempty"`                                // each endpoint has the same chance to get a connection (annotation tunnel.example/spread)
 	// The port at which each node tells load balancers whether it has ready endpoints of the Service; 0: none.
 	HealthCheckNodePort uint32 `protobuf:"varint,15,opt,name=health_check_node_port,json=healthCheckNodePort,proto3" json:"health_check_node_port,omitempty"`
 	// Only some callers may use load_balancer_ips (loadBalancerSourceRanges), so edges leave these addresses alone.
@@ -498,6 +498,8 @@ type Endpoint struct {
 	NodeHints   []string               `protobuf:"bytes,8,rep,name=node_hints,json=nodeHints,proto3" json:"node_hints,omitempty"`
 	Ports       []*Port                `protobuf:"bytes,9,rep,name=ports,proto3" json:"ports,omitempty"`        // name, protocol and port; of the slice
 	Hostname    string                 `protobuf:"bytes,10,opt,name=hostname,proto3" json:"hostname,omitempty"` // for DNS
+	// If node is empty: the only Node with the address in its networks of pods.
+	Home string `protobuf:"bytes,12,opt,name=home,proto3" json:"home,omitempty"`
 	// The cloud reaches it without an edge, and lets edges reach it so (allow = ["cluster"] in its configuration).
 	Cluster       bool `protobuf:"varint,11,opt,name=cluster,proto3" json:"cluster,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -600,6 +602,13 @@ func (x *Endpoint) GetPorts() []*Port {
 func (x *Endpoint) GetHostname() string {
 	if x != nil {
 		return x.Hostname
+	}
+	return ""
+}
+
+func (x *Endpoint) GetHome() string {
+	if x != nil {
+		return x.Home
 	}
 	return ""
 }
@@ -723,7 +732,7 @@ const file_services_proto_rawDesc = "" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x1a\n" +
 	"\bprotocol\x18\x02 \x01(\tR\bprotocol\x12\x12\n" +
 	"\x04port\x18\x03 \x01(\rR\x04port\x12\x1b\n" +
-	"\tnode_port\x18\x04 \x01(\rR\bnodePort\"\xc2\x02\n" +
+	"\tnode_port\x18\x04 \x01(\rR\bnodePort\"\xd6\x02\n" +
 	"\bEndpoint\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\tR\aaddress\x12\x12\n" +
 	"\x04node\x18\x02 \x01(\tR\x04node\x12\x12\n" +
@@ -737,7 +746,8 @@ const file_services_proto_rawDesc = "" +
 	"node_hints\x18\b \x03(\tR\tnodeHints\x12.\n" +
 	"\x05ports\x18\t \x03(\v2\x18.tunnel.services.v1.PortR\x05ports\x12\x1a\n" +
 	"\bhostname\x18\n" +
-	" \x01(\tR\bhostname\x12\x18\n" +
+	" \x01(\tR\bhostname\x12\x12\n" +
+	"\x04home\x18\f \x01(\tR\x04home\x12\x18\n" +
 	"\acluster\x18\v \x01(\bR\acluster\"n\n" +
 	"\x04Node\x12\x12\n" +
 	"\x04zone\x18\x01 \x01(\tR\x04zone\x12\x1b\n" +
