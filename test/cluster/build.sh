@@ -21,9 +21,6 @@ lock 3600
 export TMPDIR=$CLUSTER_HOME/tmp # on the same disk as what is built; /tmp may be small
 trap 'rm -rf "$CLUSTER_HOME/tmp"' EXIT
 
-updated=
-apt_update() { [ -n "$updated" ] || apt-get -qq update; updated=1; }
-
 # A tool that is missing is installed: these have too many libraries to be run from a directory.
 install_missing() {
   local c want=()
@@ -38,23 +35,11 @@ install_missing() {
 }
 
 unpack_debs() {
-  local root=$CLUSTER_HOME/debroot stamp d f
-  stamp=${debs[*]}
+  local root=$CLUSTER_HOME/debroot stamp=${debs[*]}
   if fresh "$root" "$stamp"; then lap "debroot: nothing to do"; return; fi
-  for d in "${debs[@]}"; do
-    case $(apt-cache policy "$d" 2>/dev/null) in *"Candidate: "[0-9]*) ;; *) apt_update ;; esac
-  done
-  download() {
-    rm -rf "$CLUSTER_HOME/debs"
-    mkdir "$CLUSTER_HOME/debs"
-    (cd "$CLUSTER_HOME/debs" && apt-get -qq -o APT::Sandbox::User=root download "${debs[@]}")
-  }
-  download || { updated=; apt_update; download; } # lists that are too old name packages that are gone
-  rm -rf "$root" "$root.new"
-  mkdir "$root.new"
-  for f in "$CLUSTER_HOME"/debs/*.deb; do dpkg -x "$f" "$root.new"; done
+  unpack "$root.new" "${debs[@]}"
   (cd "$root.new" && rm -rf usr/share etc lib/systemd usr/bin/containerd-shim usr/bin/containerd-shim-runc-v1 usr/bin/containerd-stress)
-  rm -rf "$CLUSTER_HOME/debs"
+  rm -rf "$root"
   mv "$root.new" "$root"
   echo "$stamp" >"$root.stamp"
   lap "debroot: ${#debs[@]} packages, $(du -sh "$root" | cut -f1)"

@@ -16,7 +16,7 @@ ip addr replace "$dns/24" dev "$BRIDGE" # it goes with the bridge
 cat >"$RUN/dns/Corefile.pods" <<C
 .:53 {
   bind $dns
-  kubernetes cluster.local {
+  kubernetes cluster.local in-addr.arpa ip6.arpa {
     kubeconfig $RUN/admin.kubeconfig
     ttl 1
   }

@@ -49,16 +49,32 @@ version() { # VERSION
   make_images "$home" "$src"
 }
 
+# tools: what the tests call in pods, in $CLUSTER_HOME/tools with all libraries: images with busybox have none.
+tools() {
+  local root=$CLUSTER_HOME/tools all
+  local names=(curl wget bind9-dnsutils netcat-openbsd iproute2 bash libc-bin) # libc-bin has getent
+  if fresh "$root" "${names[*]}"; then lap "tools: nothing to do"; return; fi
+  apt_update
+  mapfile -t all < <(with_dependencies "${names[@]}")
+  unpack "$root.new" "${all[@]}"
+  (cd "$root.new" && rm -rf usr/share var etc && ln -s /bin/nc.openbsd usr/bin/nc && ln -sf bash bin/sh) # the sh of busybox prefers its own nc
+  rm -rf "$root"
+  mv "$root.new" "$root"
+  echo "${names[*]}" >"$root.stamp"
+  lap "tools: ${#all[@]} packages, $(du -sh "$root" | cut -f1)"
+}
+
 make_images() { # HOME SOURCE
   local inputs
-  inputs=$(cat "$here/images.sh" "$1/images.txt" "$1"/parts/* "$CLUSTER_HOME/images/busybox.tar" | hash)
+  inputs=$(cat "$here/images.sh" "$1/images.txt" "$1"/parts/* "$CLUSTER_HOME"/{images/busybox.tar,tools.stamp} | hash)
   if fresh "$1/images/agnhost.tar" "$inputs"; then lap "images: nothing to do"; return; fi
   rm -f "$1"/images/*
-  "$here/images.sh" "$CLUSTER_HOME/images/busybox.tar" "$1/parts" "$2" "$1/images.txt" "$1/images"
+  "$here/images.sh" "$CLUSTER_HOME/images/busybox.tar" "$CLUSTER_HOME/tools" "$1/parts" "$2" "$1/images.txt" "$1/images"
   echo "$inputs" >"$1/images/agnhost.tar.stamp"
   lap "images: $(cd "$1/images" && echo *.tar)"
 }
 
+tools
 for v in "$@"; do
   version "$v"
   lap "Kubernetes $v in $CLUSTER_HOME/kubernetes-$v ($(du -sh "$CLUSTER_HOME/kubernetes-$v" | cut -f1))"

@@ -62,8 +62,8 @@ func TestReadList(t *testing.T) {
 
 // ginkgo's focus selects a test exactly if the test belongs to a group.
 func TestFocus(t *testing.T) {
-	groups := Groups()
-	focus := regexp.MustCompile(Focus(groups))
+	suite := FrontDoors()
+	focus := regexp.MustCompile(suite.Focus(suite.Control))
 	for test, want := range map[string]string{
 		"[sig-cli] Kubectl client Simple pod should support exec through an HTTP proxy": "`kubectl exec`",
 		"[sig-cli] Kubectl client Simple pod should support inline execution and attach with websockets " +
@@ -77,8 +77,8 @@ func TestFocus(t *testing.T) {
 		"[sig-network] Services should serve a basic endpoint from pods": "",
 	} {
 		group := ""
-		if i := GroupOf(groups, test); i >= 0 {
-			group = groups[i].Name
+		if i := suite.groupOf(test); i >= 0 {
+			group = suite.Groups[i].Name
 		}
 		if group != want {
 			t.Errorf("%s: in group %q, want %q", test, group, want)
@@ -90,17 +90,23 @@ func TestFocus(t *testing.T) {
 }
 
 func TestMissing(t *testing.T) {
-	groups := []Group{{Patterns: []*regexp.Regexp{regexp.MustCompile("^a"), regexp.MustCompile("^b")}}}
-	if got := Missing(groups, []string{"abc"}); !slices.Equal(got, []string{"^b"}) {
+	suite := Suite{
+		Groups:  []Group{{Patterns: []*regexp.Regexp{regexp.MustCompile("^a"), regexp.MustCompile("^b")}}},
+		Excused: map[string]string{"abc": "", "abcd": ""},
+	}
+	if got := suite.Missing([]string{"abc"}); !slices.Equal(got, []string{"^b", "abcd"}) {
 		t.Errorf("got %q", got)
 	}
 }
 
-// twoGroups is a small list: tests "kubelet …", and tests "pods …" that need pods.
-func twoGroups() []Group {
-	return []Group{
-		{Name: "kubelets", Patterns: []*regexp.Regexp{regexp.MustCompile("^kubelet")}},
-		{Name: "pods", Pods: true, Patterns: []*regexp.Regexp{regexp.MustCompile("^pods")}},
+// twoGroups has tests "kubelet …", and tests "pods …" that need pods.
+func twoGroups() Suite {
+	return Suite{
+		Groups: []Group{
+			{Name: "kubelets", Patterns: []*regexp.Regexp{regexp.MustCompile("^kubelet")}},
+			{Name: "pods", Pods: true, Patterns: []*regexp.Regexp{regexp.MustCompile("^pods")}},
+		},
+		Excused: map[string]string{"kubelet 5": "no reason"},
 	}
 }
 
@@ -108,6 +114,7 @@ func TestJudge(t *testing.T) {
 	control := []Result{
 		{Test: "kubelet 1", State: Passed}, {Test: "kubelet 2", State: Passed}, {Test: "kubelet 3", State: Failed},
 		{Test: "kubelet 4", State: Skipped}, {Test: "pods 1", State: Passed}, {Test: "else", State: Passed},
+		{Test: "kubelet 5", State: Passed},
 	}
 	egress, names := Door{Key: "egress"}, Door{Key: "names", Names: true}
 	for _, test := range []struct {
@@ -118,6 +125,9 @@ func TestJudge(t *testing.T) {
 	}{
 		{"all well", egress, []Result{{Test: "kubelet 1", State: Passed}, {Test: "kubelet 2", State: Passed},
 			{Test: "pods 1", State: Passed}}, nil},
+		{"an excused failure, and a test that leaves itself out for another provider", egress, []Result{
+			{Test: "kubelet 1", State: Passed}, {Test: "kubelet 1", State: Skipped}, {Test: "kubelet 2", State: Passed},
+			{Test: "pods 1", State: Passed}, {Test: "kubelet 5", State: Failed}}, nil},
 		{"no pods by names", names, []Result{{Test: "kubelet 1", State: Passed}, {Test: "kubelet 2", State: Passed}}, nil},
 		{"a failure", egress, []Result{{Test: "kubelet 1", State: Passed},
 			{Test: "kubelet 2", State: Failed, Message: "EOF\nstack"}, {Test: "pods 1", State: Passed}},
@@ -130,27 +140,22 @@ func TestJudge(t *testing.T) {
 		{"nothing", names, nil, []string{"kubelet 1: did not run", "kubelet 2: did not run",
 			"kubelets: no test passed, so the row proves nothing"}},
 	} {
-		if got := Judge(twoGroups(), test.door, control, test.through); !slices.Equal(got, test.want) {
+		if got := twoGroups().Judge(test.door, control, test.through); !slices.Equal(got, test.want) {
 			t.Errorf("%s: got %q, want %q", test.name, got, test.want)
 		}
 	}
 	// A control in which nothing works must not make every door pass.
 	broken := []Result{{Test: "kubelet 1", State: Failed}}
-	if got := Judge(twoGroups(), names, broken, broken); len(got) == 0 {
+	if got := twoGroups().Judge(names, broken, broken); len(got) == 0 {
 		t.Error("a control in which nothing passes is judged to be fine")
 	}
 }
 
-func TestRuns(t *testing.T) {
-	for _, d := range Doors() {
-		runs := d.Runs(Groups())
-		for _, g := range runs {
-			if d.Names && g.Pods {
-				t.Errorf("%s runs %s", d.Key, g.Name)
-			}
-		}
-		if !d.Names && len(runs) != len(Groups()) {
-			t.Errorf("%s leaves groups out", d.Key)
+// A door by names does not run the tests that need pods.
+func TestFocusOfDoors(t *testing.T) {
+	for focus, door := range map[string]Door{"kubelet|pods": {}, "kubelet": {Names: true}} {
+		if got := twoGroups().Focus(door); got != focus {
+			t.Errorf("%+v: got %q, want %q", door, got, focus)
 		}
 	}
 }
@@ -167,7 +172,7 @@ func TestTable(t *testing.T) {
 		"names-relayed":     {},
 		"egress-grpc":       {},
 	}}
-	got := Table([]Run{run})
+	got := FrontDoors().Table(run)
 	for _, want := range []string{
 		"### Kubernetes v1.2.3\n",
 		"| tests | direct reach | names, passthrough | names, terminate |",
@@ -175,7 +180,8 @@ func TestTable(t *testing.T) {
 		"| `kubectl cp` | 0 of 1 | 0 of 1 | 0 of 0 |",
 		"| admission webhooks | 0 of 0 | no way to pods | no way to pods | no way to pods | 0 of 0 | not run |\n",
 		"\n- left out by the test itself: [sig-cli] Kubectl client Kubectl copy x (skipped - arm64)\n" +
-			"- failed with direct reach, so no front door has to pass it: [sig-cli] Kubectl client Kubectl copy y\n",
+			"- failed in the column \"direct reach\", so no other column has to pass it: " +
+			"[sig-cli] Kubectl client Kubectl copy y\n",
 	} {
 		if !strings.Contains(got, want) {
 			t.Errorf("no %q in:\n%s", want, got)
@@ -187,7 +193,7 @@ func TestTable(t *testing.T) {
 	}
 }
 
-// The page has the rows and columns of Groups and Doors. What its cells count, only a run of make conformance knows.
+// The page has the rows and columns of the suites. What its cells count, only a run of make conformance knows.
 func TestPage(t *testing.T) {
 	page, err := os.ReadFile("../../docs/conformance.md")
 	if err != nil {
@@ -201,32 +207,43 @@ func TestPage(t *testing.T) {
 		}
 		return tables
 	}
-	var runs []Run
-	for _, m := range regexp.MustCompile(`(?m)^### Kubernetes (v\S+)$`).FindAllStringSubmatch(string(page), -1) {
-		runs = append(runs, Run{Version: m[1]})
+	var want strings.Builder
+	for _, suite := range []Suite{FrontDoors(), Services()} {
+		heading := regexp.MustCompile(`(?m)^### ` + suite.Heading + ` (v\S+)$`)
+		found := heading.FindAllStringSubmatch(string(page), -1)
+		if len(found) == 0 {
+			t.Errorf("the page has no table of %s", suite.Heading)
+		}
+		for _, m := range found {
+			want.WriteString(suite.Table(Run{Version: m[1]}))
+		}
 	}
-	if len(runs) == 0 {
-		t.Fatal("the page has no table")
-	}
-	if got, want := lines(string(page)), lines(Table(runs)); !slices.Equal(got, want) {
+	if got, want := lines(string(page)), lines(want.String()); !slices.Equal(got, want) {
 		t.Errorf("the tables of the page are\n%swant\n%s", strings.Join(got, ""), strings.Join(want, ""))
 	}
 }
 
 func TestReplace(t *testing.T) {
-	page := func(tables ...Run) string { return "a\n\n" + Table(tables) + "<!-- /conformance -->\nb\n" }
+	suite := FrontDoors()
+	page := func(tables ...Run) string {
+		all := "a\n\n"
+		for _, run := range tables {
+			all += suite.Table(run)
+		}
+		return all + "## Other tables\n\nb\n<!-- /conformance -->\nc\n"
+	}
 	first, second := Run{Version: "v1.34.4"}, Run{Version: "v1.36.3"}
 	for _, newer := range []Run{{Version: "v1.34.5"}, {Version: "v1.36.4"}} {
 		want := page(newer, second)
 		if newer.Version == "v1.36.4" {
 			want = page(first, newer)
 		}
-		if got, err := Replace(page(first, second), newer); err != nil || got != want {
+		if got, err := suite.Replace(page(first, second), newer); err != nil || got != want {
 			t.Errorf("%s: got %q, %v", newer.Version, got, err)
 		}
 	}
 	for _, bad := range []string{"a page without marks", page(second), "### Kubernetes v1.34.4\n"} {
-		if _, err := Replace(bad, first); err == nil {
+		if _, err := suite.Replace(bad, first); err == nil {
 			t.Errorf("a table of %q was replaced", bad)
 		}
 	}

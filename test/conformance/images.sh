@@ -1,10 +1,10 @@
 #!/bin/bash
-# images.sh BUSYBOX.tar PARTS SOURCE LIST OUTDIR: makes docker-archive files of the images that the tests of our list use,
+# images.sh BUSYBOX.tar TOOLS PARTS SOURCE LIST OUTDIR: makes docker-archive files of the images that the tests of our list use,
 # under the names that `e2e.test --list-images` printed into LIST. Everything in them is built here (PARTS: agnhost,
-# sample-apiserver, etcd), is a file of the module k8s.io/kubernetes (SOURCE), or is Debian's busybox, the first layer.
+# sample-apiserver, etcd), is a file of the module k8s.io/kubernetes (SOURCE), or is Debian's: busybox, the first layer, and TOOLS.
 # httpd and nginx are busybox's web server: the tests ask for a page that says "It works!", and for nothing of Apache or nginx.
 set -euo pipefail
-busybox=$1 parts=$2 source=$3 list=$4 out=$5
+busybox=$1 tools=$2 parts=$3 source=$4 list=$5 out=$6
 w=$(mktemp -d "$out/.work.XXXX")
 trap 'rm -rf "$w"' EXIT
 arch=$(dpkg --print-architecture) # amd64 and arm64 have the same names in Go and in Debian
@@ -56,7 +56,10 @@ printf '#!/bin/sh\neval "echo \\$$1"\n' >"$w/busybox/bin/printenv" # Debian's bu
 chmod 755 "$w/busybox/bin/printenv"
 layer busybox
 
-# As test/images/agnhost/Dockerfile has it, but for dig, curl, iperf and CoreDNS, which no test of our list runs.
+cp -al "$tools" "$w/tools"
+layer tools
+
+# As test/images/agnhost/Dockerfile has it, but for iperf and CoreDNS, which no test of our lists runs.
 mkdir -p "$w"/agnhost/{uploads,etc}
 install -m 755 "$parts/agnhost" "$w/agnhost/agnhost"
 ln -s agnhost "$w/agnhost/agnhost-2"
@@ -82,8 +85,9 @@ install -m 755 "$parts/etcd" "$w/etcd/usr/local/bin/etcd"
 layer etcd
 
 image busybox '"Cmd":["sh"]' busybox
-image agnhost '"Entrypoint":["/agnhost"],"Cmd":["pause"]' busybox agnhost
-image nautilus '"Entrypoint":["/agnhost"],"Cmd":["test-webserver"]' busybox agnhost nautilus
+image agnhost '"Entrypoint":["/agnhost"],"Cmd":["pause"]' busybox tools agnhost
+image jessie-dnsutils '"Cmd":["sh"]' busybox tools
+image nautilus '"Entrypoint":["/agnhost"],"Cmd":["test-webserver"]' busybox tools agnhost nautilus
 image httpd '"Cmd":["httpd","-f","-p","80","-h","/htdocs"]' busybox web
 image nginx '"Cmd":["httpd","-f","-p","80","-h","/htdocs"]' busybox web
 image pause '"Cmd":["sh","-c","trap \"exit 0\" TERM INT; while :; do sleep 3600 & wait $!; done"]' busybox

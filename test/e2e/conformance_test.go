@@ -12,6 +12,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -21,38 +22,99 @@ import (
 	"tunnel.example/tunnel/test/rig"
 )
 
-// page has a table for each version. A version that passes with every door replaces its table.
+// page has a table for each suite and version. A version that passes replaces its table.
 const page = "../../docs/conformance.md"
 
-// TestConformance runs the e2e tests of Kubernetes, for each version. They run once with direct reach, and once
-// through each front door. A test that passes with direct reach must pass through the door. The environment variable
-// CONFORMANCE lists the versions to run, separated by blanks; without it all versions run.
+// TestConformance runs the e2e tests of Kubernetes that have kube-apiserver open connections, for each version: once with
+// direct reach, and once through each front door. A test that passes with direct reach must pass through the door. The
+// environment variable CONFORMANCE lists the versions to run, separated by blanks; without it all versions run.
 func TestConformance(t *testing.T) {
 	ctx := contextOf(t)
 	program := binary(ctx, t)
-	versions := []string{"1.34", "1.36"}
+	of := conformance.FrontDoors()
+	eachVersion(ctx, t, of, []string{"edge1", "edge2"}, func(t *testing.T, s *suite, run *conformance.Run) {
+		direct := s.control(ctx, t, run, "KUBEPROXY=1")
+		if t.Failed() {
+			return // without a control nothing can be compared
+		}
+		t.Run("nat", func(t *testing.T) {
+			c := s.up(ctx, t, run, "KUBEPROXY=1")
+			volume := c.mounted(ctx, t, "edge2")
+			for _, d := range of.Doors {
+				t.Run(d.Key, func(t *testing.T) {
+					door := newDoor(ctx, t, c, program, volume, d.Key)
+					received := s.receivedAsWebSocket(ctx, t, c)
+					s.through(ctx, t, c, run, d, direct)
+					door.used(ctx, t)
+					s.webSockets(ctx, t, c, received)
+				})
+			}
+		})
+	})
+}
+
+// TestConformanceServices runs the e2e tests of Services, for each version: once with kube-proxy and direct reach, and
+// once with edges in mode full on nodes behind NAT. These are in one LAN, since a test dials the node ports of other
+// nodes; the pods of the nodes do not reach each other. Each node is in a zone of its own. Connections go to all endpoints
+// alike, as with kube-proxy: some tests want an answer from each endpoint.
+func TestConformanceServices(t *testing.T) {
+	ctx := contextOf(t)
+	program := binary(ctx, t)
+	of := conformance.Services()
+	eachVersion(ctx, t, of, []string{"edge1", "edge2", "edge3"}, func(t *testing.T, s *suite, run *conformance.Run) {
+		direct := s.control(ctx, t, run, "KUBEPROXY=nftables")
+		if t.Failed() {
+			return
+		}
+		full := of.Doors[0]
+		t.Run(full.Key, func(t *testing.T) {
+			c := s.up(ctx, t, run, "KUBEPROXY=none", "ONELAN=1")
+			door := &openDoor{key: full.Key}
+			door.egress(ctx, t, c, program, "GRPC", "egress-grpc.sock", func(tn *tunnel) {
+				tn.write(t, "cloud.toml", tn.read(t, "cloud.toml")+"\n[mode.cloud.services]\n")
+				for _, n := range c.nodes {
+					tn.write(t, n+".toml", tn.read(t, n+".toml")+fmt.Sprintf(
+						"\n[mode.edge.services]\nmode = \"full\"\nspread = true\ndns = true\nstate = %q\n", tn.dir+"/"+n+".services.db"))
+				}
+			})
+			door.opened(ctx, t, c)
+			s.through(ctx, t, c, run, full, direct)
+			door.used(ctx, t)
+		})
+	})
+}
+
+// eachVersion calls f for each version that CONFORMANCE names, and writes the table of a version that has passed whole.
+func eachVersion(ctx context.Context, t *testing.T, of conformance.Suite, nodes []string,
+	f func(*testing.T, *suite, *conformance.Run)) {
+	t.Helper()
 	chosen := strings.Fields(os.Getenv("CONFORMANCE"))
-	for _, v := range versions {
-		if len(chosen) > 0 && !strings.Contains(" "+strings.Join(chosen, " ")+" ", " "+v+" ") {
+	for _, v := range []string{"1.34", "1.36"} {
+		if len(chosen) > 0 && !slices.Contains(chosen, v) {
 			continue
 		}
-		var run conformance.Run
-		passed := t.Run(v, func(t *testing.T) { run = testVersion(ctx, t, program, v) })
-		t.Logf("\n%s", conformance.Table([]conformance.Run{run}))
-		if passed && len(run.Results) == 1+len(conformance.Doors()) { // each door has a report that passes
-			replace(t, run)
+		run := conformance.Run{Version: "v" + v, Results: make(map[string][]conformance.Result)}
+		passed := t.Run(v, func(t *testing.T) {
+			s := &suite{Suite: of, version: v, home: filepath.Join(clusterHome(t), "kubernetes-"+v), nodes: nodes}
+			s.knowsAllTests(ctx, t)
+			f(t, s, &run)
+			s.addLast(t, run)
+		})
+		t.Logf("\n%s", of.Table(run))
+		if passed && len(run.Results) == 1+len(of.Doors) { // each door has a report that passes
+			replace(t, of, run)
 		}
 	}
 }
 
 // replace writes the table of a run into the page.
-func replace(t *testing.T, run conformance.Run) {
+func replace(t *testing.T, of conformance.Suite, run conformance.Run) {
 	t.Helper()
 	old, err := os.ReadFile(page)
 	if err != nil {
 		t.Fatal(err)
 	}
-	text, err := conformance.Replace(string(old), run)
+	text, err := of.Replace(string(old), run)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -63,81 +125,81 @@ func replace(t *testing.T, run conformance.Run) {
 
 // A suite is e2e.test of one version. Its fields are set once.
 type suite struct {
-	version string // such as 1.34
-	home    string // what test/conformance/build.sh has made
-	groups  []conformance.Group
+	conformance.Suite
+	version string   // such as 1.34
+	home    string   // what test/conformance/build.sh has made
+	nodes   []string // each is in a zone of its own
 }
 
-// testVersion runs one version, in two clusters: all nodes on the bridge, then all nodes behind NAT.
-// metrics-server does not run: with egress, kube-apiserver could not reach it beside itself, and an
-// aggregated API that is unavailable spoils what clients discover.
-func testVersion(ctx context.Context, t *testing.T, program, version string) conformance.Run {
+// up starts a cluster of this version, with pods on its nodes. metrics-server does not run: with egress, kube-apiserver could not reach it beside
+// itself, and an aggregated API that is unavailable spoils what clients discover.
+func (s *suite) up(ctx context.Context, t *testing.T, run *conformance.Run, settings ...string) *cluster {
 	t.Helper()
-	s := &suite{version: version, home: filepath.Join(clusterHome(t), "kubernetes-"+version), groups: conformance.Groups()}
-	s.knowsAllTests(ctx, t)
-	run := conformance.Run{Version: "v" + version, Results: make(map[string][]conformance.Result)}
-	settings := []string{"KUBEPROXY=1", "IMAGES=" + filepath.Join(s.home, "images")}
+	settings = append(settings, "IMAGES="+filepath.Join(s.home, "images"), "NODES="+strings.Join(s.nodes, " "))
 	if _, err := os.Stat(filepath.Join(s.home, "bin", "kubeall")); err == nil {
-		settings = append(settings, "KUBERNETES="+version) // else it is the version that test/cluster/build.sh makes
+		settings = append(settings, "KUBERNETES="+s.version) // else it is the version that test/cluster/build.sh makes
 	}
-	control := conformance.Control()
+	c := upCluster(ctx, t, settings...)
+	c.nodes = s.nodes
+	run.Version = s.serverVersion(ctx, t, c)
+	for _, n := range c.nodes {
+		if _, err := c.kubectl(ctx, "label", "node", n, "topology.kubernetes.io/zone=of-"+n); err != nil {
+			t.Fatal(err)
+		}
+	}
+	preparePods(ctx, t, c)
+	return c
+}
+
+// control returns the results of the control. It runs in a cluster of its own, unless the flag -run leaves it out: then
+// its last report counts.
+func (s *suite) control(ctx context.Context, t *testing.T, run *conformance.Run, settings ...string) []conformance.Result {
+	t.Helper()
+	control := s.Control
 	t.Run(control.Key, func(t *testing.T) {
-		c := upCluster(ctx, t, append(settings, "MODE=direct")...)
-		run.Version = s.serverVersion(ctx, t, c)
-		preparePods(ctx, t, c)
+		c := s.up(ctx, t, run, append(settings, "MODE=direct")...)
 		run.Results[control.Key] = s.run(ctx, t, c, control)
 		for _, r := range run.Results[control.Key] { // the page has only the names
 			if r.State == conformance.Failed {
-				t.Logf("failed with direct reach: %s: %s", r.Test, r.Message)
+				t.Logf("failed in the control: %s: %s", r.Test, r.Message)
 			}
 		}
-		for _, p := range conformance.Judge(s.groups, control, run.Results[control.Key], run.Results[control.Key]) {
+		for _, p := range s.Judge(control, run.Results[control.Key], run.Results[control.Key]) {
 			t.Error(p)
 		}
 	})
-	if t.Failed() {
-		return run // without a control nothing can be compared
+	if run.Results[control.Key] == nil && !t.Failed() {
+		run.Results[control.Key] = s.results(t, control)
 	}
-	direct := run.Results[control.Key]
-	if direct == nil { // the flag -run left it out
-		direct = s.results(t, control)
-		run.Results[control.Key] = direct
-	}
-	t.Run("nat", func(t *testing.T) {
-		c := upCluster(ctx, t, settings...)
-		run.Version = s.serverVersion(ctx, t, c)
-		preparePods(ctx, t, c)
-		volume := c.mounted(ctx, t, "edge2")
-		for _, d := range conformance.Doors() {
-			t.Run(d.Key, func(t *testing.T) {
-				door := newDoor(ctx, t, c, program, volume, d.Key)
-				succeeds(ctx, t, c, "edge1")
-				succeeds(ctx, t, c, "edge2")
-				if t.Failed() {
-					return
-				}
-				received := s.receivedAsWebSocket(ctx, t, c)
-				run.Results[d.Key] = s.run(ctx, t, c, d)
-				for _, p := range conformance.Judge(s.groups, d, direct, run.Results[d.Key]) {
-					t.Error(p)
-				}
-				door.used(ctx, t)
-				s.webSockets(ctx, t, c, received)
-				if t.Failed() { // a later run must not count this report; the log names the failures, too
-					os.Rename(s.report(t, d), s.report(t, d)+".failed")
-				}
-			})
+	return run.Results[control.Key]
+}
+
+// through runs the tests through a door that is open, and judges them.
+func (s *suite) through(ctx context.Context, t *testing.T, c *cluster, run *conformance.Run, d conformance.Door,
+	direct []conformance.Result) {
+	t.Helper()
+	t.Cleanup(func() {
+		if t.Failed() { // a later run must not count this report; the log names the failures, too
+			os.Rename(s.report(t, d), s.report(t, d)+".failed")
 		}
 	})
-	for _, d := range conformance.Doors() { // the flag -run left some out: their last run counts, if it passed
+	run.Results[d.Key] = s.run(ctx, t, c, d)
+	for _, p := range s.Judge(d, direct, run.Results[d.Key]) {
+		t.Error(p)
+	}
+}
+
+// addLast adds the last reports of the doors that the flag -run left out, if these reports pass.
+func (s *suite) addLast(t *testing.T, run conformance.Run) {
+	t.Helper()
+	for _, d := range s.Doors {
 		if _, err := os.Stat(s.report(t, d)); run.Results[d.Key] != nil || err != nil {
 			continue
 		}
-		if last := s.results(t, d); len(conformance.Judge(s.groups, d, direct, last)) == 0 {
+		if last := s.results(t, d); len(s.Judge(d, run.Results[s.Control.Key], last)) == 0 {
 			run.Results[d.Key] = last
 		}
 	}
-	return run
 }
 
 // knowsAllTests asserts that each pattern of the list matches a test of this version.
@@ -151,7 +213,7 @@ func (s *suite) knowsAllTests(ctx context.Context, t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, p := range conformance.Missing(s.groups, tests) {
+	for _, p := range s.Missing(tests) {
 		t.Errorf("no test of Kubernetes %s matches %s", s.version, p)
 	}
 	if t.Failed() {
@@ -185,9 +247,10 @@ func (s *suite) run(ctx context.Context, t *testing.T, c *cluster, door conforma
 	defer log.Close()
 	cmd := c.command(ctx, filepath.Join(s.home, "bin", "ginkgo"), "--procs="+processes, "--timeout=1h", "--no-color",
 		"--output-dir="+filepath.Dir(report), "--junit-report="+filepath.Base(report),
-		"--focus="+conformance.Focus(door.Runs(s.groups)),
+		"--focus="+s.Focus(door),
 		filepath.Join(s.home, "bin", "e2e.test"), "--", "--provider=skeleton", "--kubeconfig="+c.path("admin.kubeconfig"),
-		"--kubectl-path="+filepath.Join(s.home, "bin", "kubectl"), "--node-os-arch="+runtime.GOARCH, "--disable-log-dump")
+		"--kubectl-path="+filepath.Join(s.home, "bin", "kubectl"), "--node-os-arch="+runtime.GOARCH, "--disable-log-dump",
+		"--num-nodes="+strconv.Itoa(len(s.nodes)))
 	// Not by --kube-test-repo-list: test/e2e/common/util.go of Kubernetes chooses images before it reads its flags.
 	cmd.Env = append(cmd.Environ(), "KUBE_TEST_REPO_LIST="+filepath.Join(s.home, "registries.yaml"))
 	cmd.Stdout, cmd.Stderr = log, log
@@ -316,18 +379,30 @@ func newDoor(ctx context.Context, t *testing.T, c *cluster, program, volume, key
 	case "names-relayed":
 		d.relayed(ctx, t, c, program, volume)
 	case "egress-grpc":
-		d.egress(ctx, t, c, program, "GRPC", "egress-grpc.sock")
+		d.egress(ctx, t, c, program, "GRPC", "egress-grpc.sock", func(*tunnel) {})
 	case "egress-connect":
-		d.egress(ctx, t, c, program, "HTTPConnect", "egress-connect.sock")
+		d.egress(ctx, t, c, program, "HTTPConnect", "egress-connect.sock", func(*tunnel) {})
 	default:
 		t.Fatalf("no door %s", key)
+	}
+	d.opened(ctx, t, c)
+	return d
+}
+
+// opened waits until logs of both nodes come through the door. Then it begins to count the conns that the tests open.
+func (d *openDoor) opened(ctx context.Context, t *testing.T, c *cluster) {
+	t.Helper()
+	for _, n := range c.nodes {
+		succeeds(ctx, t, c, n)
+	}
+	if t.Failed() {
+		t.FailNow()
 	}
 	before, err := rig.Metrics(net.JoinHostPort(cloudIP, cloudLog))
 	if err != nil {
 		t.Fatal(err)
 	}
 	d.before = before
-	return d
 }
 
 // byNames has CoreDNS ask the cloud where the nodes are.
@@ -366,10 +441,12 @@ func (d *openDoor) relayed(ctx context.Context, t *testing.T, c *cluster, progra
 	}
 }
 
-// egress has kube-apiserver ask the cloud for everything in the cluster.
-func (d *openDoor) egress(ctx context.Context, t *testing.T, c *cluster, program, protocol, socket string) {
+// egress has kube-apiserver ask the cloud for everything in the cluster. configure may change the configuration.
+func (d *openDoor) egress(ctx context.Context, t *testing.T, c *cluster, program, protocol, socket string,
+	configure func(*tunnel)) {
 	t.Helper()
 	d.tunnel = newEgress(ctx, t, c, program)
+	configure(d.tunnel)
 	t.Cleanup(func() { d.tunnel.down(t) })
 	d.tunnel.startCloud(ctx, t)
 	for _, n := range c.nodes {

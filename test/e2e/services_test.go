@@ -80,7 +80,7 @@ func TestServicesFull(t *testing.T) {
 		{"rules", s.listed}, {"node ports", s.nodePorts}, {"no endpoint", s.refused}, {"datagrams", s.datagrams},
 		{"bulk", s.bulk}, {"a node is away", s.nodeAway}, {"without the cloud", s.offline},
 		{"names without the cloud", s.names}, {"the cloud is back", s.back}, {"removed", s.remove},
-		{"without the edge", s.withoutEdge}, {"beside kube-proxy", s.besideProxy},
+		{"wire", s.wire}, {"without the edge", s.withoutEdge}, {"beside kube-proxy", s.besideProxy},
 	})
 }
 

@@ -79,12 +79,16 @@ func newTunnel(ctx context.Context, t *testing.T, c *cluster, binary, volume str
 	leaf("-name", "tunnel-kubelet", "-cn", "tunnel-cloud", "-client") // what it may do: testdata/rbac.yaml
 
 	// Both forms that a token may have in the file.
-	tokens := make(map[string]string)
+	tokens, lines := make(map[string]string), ""
 	for _, n := range c.nodes {
 		tokens[n] = rand.Text()
+		if sum := sha256.Sum256([]byte(tokens[n])); n == "edge2" {
+			lines += n + ":sha256:" + hex.EncodeToString(sum[:]) + "\n"
+		} else {
+			lines += n + ":" + tokens[n] + "\n"
+		}
 	}
-	sum := sha256.Sum256([]byte(tokens["edge2"]))
-	tn.write(t, "tokens", "edge1:"+tokens["edge1"]+"\nedge2:sha256:"+hex.EncodeToString(sum[:])+"\n")
+	tn.write(t, "tokens", lines)
 	tn.kubeconfig = filepath.Join(tn.dir, "kubeconfig")
 	c.kubeconfig(ctx, t, tn.kubeconfig, apiServer)
 	tn.write(t, "cloud.toml",

@@ -28,6 +28,32 @@ source_of() {
   echo "$dir"
 }
 
+updated=
+apt_update() { [ -n "$updated" ] || apt-get -qq update; updated=1; }
+
+# unpack ROOT PACKAGE...: puts the files of Debian packages into the folder ROOT, and installs nothing.
+unpack() {
+  local root=$1 d f; shift
+  for d; do
+    case $(apt-cache policy "$d" 2>/dev/null) in *"Candidate: "[0-9]*) ;; *) apt_update ;; esac
+  done
+  download() {
+    rm -rf "$CLUSTER_HOME/debs"
+    mkdir "$CLUSTER_HOME/debs"
+    (cd "$CLUSTER_HOME/debs" && apt-get -qq -o APT::Sandbox::User=root download "$@")
+  }
+  download "$@" || { updated=; apt_update; download "$@"; } # lists that are too old name packages that are gone
+  rm -rf "$root"
+  mkdir "$root"
+  for f in "$CLUSTER_HOME"/debs/*.deb; do dpkg -x "$f" "$root"; done
+  rm -rf "$CLUSTER_HOME/debs"
+}
+
+# with_dependencies PACKAGE...: the names of these packages and of all that they need, on a machine that has none.
+with_dependencies() {
+  apt-get -qq -s -o Dir::State::status=/dev/null install --no-install-recommends "$@" | sed -n 's/^Inst \([^ ]*\).*/\1/p'
+}
+
 # build OUT INPUTS COMMAND... PACKAGE: runs `COMMAND -o OUT PACKAGE` unless OUT was made of the same inputs.
 build() {
   local out=$1 inputs=$2; shift 2
