@@ -51,16 +51,18 @@ version() { # VERSION
 
 # tools: what the tests call in pods, in $CLUSTER_HOME/tools with all libraries: images with busybox have none.
 tools() {
-  local root=$CLUSTER_HOME/tools all
+  local root=$CLUSTER_HOME/tools all inputs
   local names=(curl wget bind9-dnsutils netcat-openbsd iproute2 bash libc-bin) # libc-bin has getent
-  if fresh "$root" "${names[*]}"; then lap "tools: nothing to do"; return; fi
+  inputs=$( (echo "${names[*]}"; declare -f tools unpack) | hash)
+  if fresh "$root" "$inputs"; then lap "tools: nothing to do"; return; fi
   apt_update
-  mapfile -t all < <(with_dependencies "${names[@]}")
+  all=$(with_dependencies "${names[@]}") # alone, so that a failure counts
+  mapfile -t all <<<"$all"
   unpack "$root.new" "${all[@]}"
   (cd "$root.new" && rm -rf usr/share var etc && ln -s /bin/nc.openbsd usr/bin/nc && ln -sf bash bin/sh) # the sh of busybox prefers its own nc
   rm -rf "$root"
   mv "$root.new" "$root"
-  echo "${names[*]}" >"$root.stamp"
+  echo "$inputs" >"$root.stamp"
   lap "tools: ${#all[@]} packages, $(du -sh "$root" | cut -f1)"
 }
 

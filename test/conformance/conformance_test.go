@@ -128,6 +128,9 @@ func TestJudge(t *testing.T) {
 		{"an excused failure, and a test that leaves itself out for another provider", egress, []Result{
 			{Test: "kubelet 1", State: Passed}, {Test: "kubelet 1", State: Skipped}, {Test: "kubelet 2", State: Passed},
 			{Test: "pods 1", State: Passed}, {Test: "kubelet 5", State: Failed}}, nil},
+		{"two tests of a name, and one fails", egress, []Result{{Test: "kubelet 1", State: Failed, Message: "EOF"},
+			{Test: "kubelet 1", State: Passed}, {Test: "kubelet 2", State: Passed}, {Test: "pods 1", State: Passed}},
+			[]string{"kubelet 1: failed: EOF"}},
 		{"no pods by names", names, []Result{{Test: "kubelet 1", State: Passed}, {Test: "kubelet 2", State: Passed}}, nil},
 		{"a failure", egress, []Result{{Test: "kubelet 1", State: Passed},
 			{Test: "kubelet 2", State: Failed, Message: "EOF\nstack"}, {Test: "pods 1", State: Passed}},
@@ -209,12 +212,12 @@ func TestPage(t *testing.T) {
 	}
 	var want strings.Builder
 	for _, suite := range []Suite{FrontDoors(), Services()} {
-		heading := regexp.MustCompile(`(?m)^### ` + suite.Heading + ` (v\S+)$`)
-		found := heading.FindAllStringSubmatch(string(page), -1)
-		if len(found) == 0 {
-			t.Errorf("the page has no table of %s", suite.Heading)
-		}
-		for _, m := range found {
+		for _, version := range Versions() {
+			heading := regexp.MustCompile(`(?m)^### ` + suite.Heading + ` (v` + version + `\.\S+)$`)
+			m := heading.FindStringSubmatch(string(page))
+			if m == nil {
+				t.Fatalf("the page has no table of %s %s", suite.Heading, version)
+			}
 			want.WriteString(suite.Table(Run{Version: m[1]}))
 		}
 	}

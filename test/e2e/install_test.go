@@ -249,23 +249,25 @@ func (i *installation) ask(ctx context.Context, t *testing.T, service string) {
 	if err := i.c.script(ctx, "dns.sh", "forward", i.address(ctx, t, service)+":53"); err != nil {
 		t.Fatal(err)
 	}
-	cloud := append(i.addresses(ctx, t, "cloud"), i.address(ctx, t, "tunnel-cloud-callers"))
-	servers := []string{coreDNS}
 	component := strings.TrimSuffix(strings.TrimPrefix(service, "tunnel-"), "-callers")
-	for _, address := range i.addresses(ctx, t, component) {
-		servers = append(servers, address+":5353")
-	}
 	for _, n := range i.c.nodes {
-		for _, server := range servers {
-			what := "the name of " + n + " to lead to the cloud, by " + server
-			eventually(ctx, t, 2*time.Minute, what, func(ctx context.Context) error {
+		eventually(ctx, t, 2*time.Minute, "the name of "+n+" to lead to the cloud", func(ctx context.Context) error {
+			cloud := append(i.addresses(ctx, t, "cloud"), i.address(ctx, t, "tunnel-cloud-callers"))
+			servers := []string{coreDNS}
+			for _, address := range i.addresses(ctx, t, component) {
+				servers = append(servers, address+":5353")
+			}
+			for _, server := range servers {
 				address, err := lookup(ctx, server, n)
 				if err == nil && !slices.Contains(cloud, address) {
 					err = fmt.Errorf("%s leads to %s, want one of %s", n, address, cloud)
 				}
-				return err
-			})
-		}
+				if err != nil {
+					return fmt.Errorf("asking %s: %w", server, err)
+				}
+			}
+			return nil
+		})
 	}
 }
 

@@ -26,6 +26,9 @@ const (
 func (s *farServices) wire(ctx context.Context, t *testing.T) {
 	config := s.tn.read(t, "edge2.toml")
 	s.withoutServices(ctx, t, "edge2")
+	s.again(ctx, t, "edge1", s.tn.read(t, "edge1.toml")) // neither has connections of earlier steps
+	s.ready(ctx, t, "edge1")
+	time.Sleep(5 * time.Second) // edge1 is told that the edge of edge2 serves no Services any more
 	before := s.onWire(ctx, t)
 	time.Sleep(idleTime)
 	after := s.onWire(ctx, t)
@@ -56,7 +59,9 @@ func (s *farServices) wire(ctx context.Context, t *testing.T) {
 			}
 		}
 		return map[string]any{
-			"metadata":    map[string]any{"name": "rolled-abcde", "labels": map[string]any{"kubernetes.io/service-name": "rolled"}},
+			"metadata": map[string]any{
+				"name": "rolled-abcde", "labels": map[string]any{"kubernetes.io/service-name": "rolled"},
+			},
 			"addressType": "IPv4", "endpoints": all,
 			"ports": []any{map[string]any{"name": "", "port": 80, "protocol": "TCP"}},
 		}
@@ -64,16 +69,17 @@ func (s *farServices) wire(ctx context.Context, t *testing.T) {
 	if err := api.do(ctx, http.MethodPost, slices, jsonType, slice(0), nil); err != nil {
 		t.Fatal(err)
 	}
-	settled := func() int64 {
+	settled := func() int64 { // what edge1 has sent and received until little more comes
 		last := s.onWire(ctx, t)["edge1"]
-		for {
+		eventually(ctx, t, time.Minute, "the link to be idle", func(ctx context.Context) error {
 			time.Sleep(2 * time.Second)
-			now := s.onWire(ctx, t)["edge1"]
-			if now-last < 1000 {
-				return now
+			before := last
+			if last = s.onWire(ctx, t)["edge1"]; last-before > 1000 {
+				return fmt.Errorf("%d bytes in two seconds", last-before)
 			}
-			last = now
-		}
+			return nil
+		})
+		return last
 	}
 	whole := settled()
 	for i := range rolled {
@@ -83,16 +89,18 @@ func (s *farServices) wire(ctx context.Context, t *testing.T) {
 		time.Sleep(rollPause)
 	}
 	cost := settled() - whole
-	// A change is an endpoint that goes and one that comes: two paths such as endpoint/default/rolled/rolled-abcde/10.99.1.10,
-	// and an endpoint of some 40 bytes.
+	// A change is an endpoint that goes and one that comes: two paths such as
+	// endpoint/default/rolled/rolled-abcde/10.99.1.10, and an endpoint of some 40 bytes.
 	const change = 2*45 + 40
 	t.Logf("a rolling update of %d pods: %d bytes both ways, %d for a pod, whose change has some %d", rolled, cost,
 		cost/rolled, change)
 	if cost > 5*rolled*change {
 		t.Error("a rolling update costs the link much more than its changes")
 	}
-	if err := api.do(ctx, http.MethodDelete, "/api/v1/namespaces/default/services/rolled", jsonType, nil, nil); err != nil {
-		t.Fatal(err)
+	for _, path := range []string{"/api/v1/namespaces/default/services/rolled", slices + "/rolled-abcde"} {
+		if err := api.do(ctx, http.MethodDelete, path, jsonType, nil, nil); err != nil {
+			t.Fatal(err)
+		}
 	}
 	s.again(ctx, t, "edge2", config)
 	s.all(ctx, t, time.Minute)
@@ -116,6 +124,12 @@ func (s *farServices) withoutServices(ctx context.Context, t *testing.T, node st
 		t.Fatal("the edge serves no Services")
 	}
 	s.again(ctx, t, node, text)
+	s.ready(ctx, t, node)
+}
+
+// ready waits until the edge of a node is ready.
+func (s *farServices) ready(ctx context.Context, t *testing.T, node string) {
+	t.Helper()
 	eventually(ctx, t, backAgain, "edge "+node+" to be ready", func(ctx context.Context) error {
 		return s.tn.edgeReady(ctx, node)
 	})
