@@ -321,6 +321,53 @@ func TestServices(t *testing.T) {
 	<-done
 }
 
+// An endpoint whose slice names no node is on the Node in whose networks of pods it is, in whichever order the objects
+// come. The API servers are on no node, whatever a Node claims.
+func TestServicesHomes(t *testing.T) {
+	got := newSink(t)
+	s := new(Client).Services(nil, got, new(tunnel.Counters), slog.New(slog.DiscardHandler))
+	svcs, slcs, nodes := s.serviceStore(), s.sliceStore(), s.nodeStore()
+	do := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	node := func(name string, networks ...string) *nodeObject {
+		n := new(nodeObject)
+		n.Name, n.Spec.PodCIDRs = name, networks
+		return n
+	}
+	home := func(p services.Path, want string) {
+		t.Helper()
+		got.mu.Lock()
+		defer got.mu.Unlock()
+		var e services.Endpoint
+		if err := proto.Unmarshal(got.items[p], &e); err != nil || e.GetHome() != want {
+			t.Errorf("%s is at %q, want %q (%v)", p, e.GetHome(), want, err)
+		}
+	}
+	const web, api = "endpoint/shop/web/web-a/10.88.1.5", "endpoint/default/kubernetes/kubernetes/10.88.1.9"
+	do(svcs.Add(aService("shop", "web")))
+	do(svcs.Add(aService("default", "kubernetes")))
+	do(slcs.Add(aSlice("shop", "web", "web-a", "10.88.1.5")))
+	do(slcs.Add(aSlice("default", "kubernetes", "kubernetes", "10.88.1.9")))
+	home(web, "")
+	do(nodes.Add(node("edge1", "10.88.1.0/24")))
+	home(web, "edge1")
+	home(api, "")
+	do(nodes.Add(node("thief", "10.88.0.0/16")))
+	home(web, "")
+	do(nodes.Delete(node("thief")))
+	home(web, "edge1")
+	do(slcs.Update(aSlice("shop", "web", "web-a", "10.88.1.5", "10.88.1.6")))
+	home("endpoint/shop/web/web-a/10.88.1.6", "edge1")
+	do(slcs.Delete(aSlice("shop", "web", "web-a")))
+	if do(nodes.Update(node("edge1"))); len(s.nodeless) != 0 {
+		t.Errorf("slices with such endpoints: %v, but none is left", s.nodeless)
+	}
+}
+
 // An object that is too large for a batch is left out, and the log says so. Others stay.
 func TestServicesTooLarge(t *testing.T) {
 	var log testkit.Log
