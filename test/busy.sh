@@ -22,21 +22,25 @@ for _ in 1 2 3 4; do
   busy+=($!)
 done
 
-one() { # DIR RUN NAME FOLDER: runs the tests of one package
-  local log=$1/$3.$2.log
+# A package begins its next run while others are still in theirs, so that a slow one does not hold up all.
+one() { # DIR PACKAGES NAME FOLDER RUN: runs the tests of one package
+  local log=$1/$3.$5.log
   cd "$4"
-  if "$1/$3" -test.timeout 20m >"$log" 2>&1; then
+  exec 9>"$1/$3.lock"
+  flock 9 # tests of one package may use the same names
+  if "$1/$3" -test.timeout 20m >"$log" 2>&1 9>&-; then
     rm "$log"
   else
-    echo "run $2: $log"
+    echo "run $5: $log"
     grep -m 5 -- '^--- FAIL' "$log" || tail -n 5 "$log"
     touch "$1/failed"
   fi
+  echo "$3" >>"$1/ended.$5"
+  [ "$(wc -l <"$1/ended.$5")" -lt "$2" ] || echo "run $5 has ended, $(($(date +%s) - $(stat -c %Y "$1/tests"))) s after the start"
 }
 export -f one
 for ((run = 1; run <= runs; run++)); do
-  xargs -P 4 -L 1 bash -c 'one "$@"' one "$dir" "$run" <"$dir/tests"
-  echo "run $run of $runs has ended, $SECONDS s after the start"
-done
+  sed "s/\$/ $run/" "$dir/tests"
+done | xargs -P 4 -L 1 bash -c 'one "$@"' one "$dir" "$(wc -l <"$dir/tests")"
 [ ! -e "$dir/failed" ] || exit 1
 rm -r "$dir"
