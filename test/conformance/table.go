@@ -62,6 +62,9 @@ func (s Suite) cell(group int, d Door, results []Result) string {
 func (s Suite) notes(run Run) string {
 	var b strings.Builder
 	for _, r := range run.Results[s.Control.Key] {
+		if s.groupOf(r.Test) < 0 { // of an earlier list
+			continue
+		}
 		switch r.State {
 		case Failed:
 			fmt.Fprintf(&b, "- failed in the column %q, so no other column has to pass it: %s\n", s.Control.Title, r.Test)

@@ -107,7 +107,8 @@ func eachVersion(ctx context.Context, t *testing.T, of conformance.Suite, nodes 
 			s.addLast(t, run)
 		})
 		t.Logf("\n%s", of.Table(run))
-		if passed && len(run.Results) == 1+len(of.Doors) { // each door has a report that passes
+		ran := run.Version != "v"+v                               // a cluster has told its version
+		if passed && ran && len(run.Results) == 1+len(of.Doors) { // each door has a report that passes
 			replace(t, of, run)
 		}
 	}
