@@ -71,7 +71,8 @@ func (c *Client) Services(
 	return &Services{
 		client: c, namespaces: namespaces, sink: sink, counters: counters, log: log,
 		services: make(map[string]struct{}), slices: make(map[string]slice), of: make(map[string]map[string]struct{}),
-		nodeless: make(map[string]struct{}), nodes: make(map[string]struct{}), owners: newPodOwners(), read: make(map[string]bool), errs: make(map[string]error),
+		nodeless: make(map[string]struct{}), nodes: make(map[string]struct{}), owners: newPodOwners(),
+		read: make(map[string]bool), errs: make(map[string]error),
 	}
 }
 
@@ -322,8 +323,8 @@ func (s *Services) sliceStore() *serviceStore {
 // apiService is the Service of the API servers. Its endpoints are on no edge node, whatever a Node claims.
 const apiService = "default/kubernetes"
 
-// setNetworks tells owners the networks of a Node's pods. If they have changed, setNetworks looks again for the Nodes of
-// endpoints whose slice does not say it. The caller holds mu.
+// setNetworks tells owners the networks of a Node's pods. If they have changed, setNetworks looks again for the Nodes
+// of endpoints whose slice does not say it. The caller holds mu.
 func (s *Services) setNetworks(node string, networks []netip.Prefix) {
 	if !s.owners.set(node, networks) {
 		return

@@ -155,8 +155,9 @@ func bottom(c net.Conn) (*net.TCPConn, bool) {
 // only after some 13 s or 20 s. So the intervals are bounded, on Linux 6.15 or later.
 //
 // The bound also shortens how long the kernel retries in total: it computes that time from the bound and
-// net.ipv4.tcp_retries2. The time begins with the first lost packet, and ends only when everything that was in flight then
-// has arrived. Several cuts in a row, or steady loss, can therefore add up. A user timeout, which begins at the same time, replaces that limit.
+// net.ipv4.tcp_retries2. The time begins with the first lost packet, and ends only when everything that was in flight
+// then has arrived. Several cuts in a row, or steady loss, can therefore add up. A user timeout, which begins at the
+// same time, replaces that limit.
 const (
 	// sessionBackoff is the bound for the connection of a session. Its user timeout is keepaliveTotal.
 	sessionBackoff = time.Second

@@ -60,11 +60,11 @@ func (d *dataConn) waitShort() { d.userTimeout(answerTime) }
 // waitLong makes the kernel wait for dataTimeout. It applies from the start of a conn; see also mayStall.
 func (d *dataConn) waitLong() { d.userTimeout(dataTimeout) }
 
-// mayStall lets a stalled reader keep its peer waiting for any time. The user timeout also ends a connection whose peer
-// has closed its window for that long (tcp(7)), so there is none while the window is closed. The kernel counts from the
-// first time that it found the window closed, until the window has room for a whole packet. So the timeout comes back
-// only when the window was open twice in a row. The session calls mayStall every heartbeatInterval, for a data connection
-// that carries a conn. The caller holds session.mu.
+// mayStall lets a stalled reader keep its peer waiting for any time. The user timeout also ends a connection whose
+// peer has closed its window for that long (tcp(7)), so there is none while the window is closed. The kernel counts
+// from the first time that it found the window closed, until the window has room for a whole packet. So the timeout
+// comes back only when the window was open twice in a row. The session calls mayStall every heartbeatInterval, for a
+// data connection that carries a conn. The caller holds session.mu.
 func (d *dataConn) mayStall(fd uintptr, a acks) {
 	before := d.wasOpen
 	d.wasOpen = !a.closed
@@ -104,10 +104,10 @@ func (d *dataConn) lost(limit time.Duration) (is bool) {
 		return false
 	}
 	raw.Control(func(fd uintptr) {
-		acks, ok := acksOf(fd)
-		is = ok && d.isLost(acks, time.Now(), limit)
+		a, ok := acksOf(fd)
+		is = ok && d.isLost(a, time.Now(), limit)
 		if ok && d.carries.Load() != nil {
-			d.mayStall(fd, acks)
+			d.mayStall(fd, a)
 		}
 	})
 	return is

@@ -27,7 +27,7 @@ type Suite struct {
 	Groups  []Group
 	Control Door
 	Doors   []Door
-	// Excused are tests that need not pass through a door, and why.
+	// Excused are tests that need not pass through a door. A sentence says why.
 	Excused map[string]string
 }
 
@@ -118,8 +118,8 @@ func (s Suite) groupOf(test string) int {
 	})
 }
 
-// Focus returns the regular expression by which ginkgo selects the tests of a door. It has no anchors, since ginkgo puts
-// the name of the suite before the name of the test (ginkgo/v2/internal/focus.go).
+// Focus returns the regular expression by which ginkgo selects the tests of a door. It has no anchors, since ginkgo
+// puts the name of the suite before the name of the test (ginkgo/v2/internal/focus.go).
 func (s Suite) Focus(door Door) string {
 	var all []string
 	for _, g := range s.Groups {
@@ -193,8 +193,8 @@ func firstLine(s string) string {
 	return line
 }
 
-// Missing returns the patterns that match no test of a version, and the excused tests that are none of its tests: a test
-// that was renamed must not drop out unseen. tests are names as ReadList returns them.
+// Missing returns the patterns that match no test of a version, and the excused tests that are none of its tests: a
+// test that was renamed must not drop out unseen. tests are names as ReadList returns them.
 func (s Suite) Missing(tests []string) []string {
 	var missing []string
 	for _, g := range s.Groups {

@@ -182,9 +182,9 @@ func TestTable(t *testing.T) {
 		"| `kubectl exec` | 2 of 2 | 1 of 2 | 0 of 0 |",
 		"| `kubectl cp` | 0 of 1 | 0 of 1 | 0 of 0 |",
 		"| admission webhooks | 0 of 0 | no way to pods | no way to pods | no way to pods | 0 of 0 | not run |\n",
-		"\n- left out by the test itself: [sig-cli] Kubectl client Kubectl copy x (skipped - arm64)\n" +
+		"\n- left out by the test itself: `[sig-cli] Kubectl client Kubectl copy x` (skipped - arm64)\n" +
 			"- failed in the column \"direct reach\", so no other column has to pass it: " +
-			"[sig-cli] Kubectl client Kubectl copy y\n",
+			"`[sig-cli] Kubectl client Kubectl copy y`\n",
 	} {
 		if !strings.Contains(got, want) {
 			t.Errorf("no %q in:\n%s", want, got)

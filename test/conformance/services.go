@@ -1,9 +1,10 @@
 package conformance
 
-// Services returns the tests of Services. They run once with kube-proxy on nodes that reach each other's pods, and once on
-// nodes behind NAT, where edges in mode full take the place of kube-proxy and no route leads to a pod of another node.
+// Services returns the tests of Services. They run once with kube-proxy on nodes that reach each other's pods, and
+// once on nodes behind NAT, where edges in mode full take the place of kube-proxy and no route leads to a pod of
+// another node.
 func Services() Suite {
-	const direct = "the test's pod dials a pod of another node by its own address, not by a Service"
+	const direct = "A pod of the test dials a pod of another node by its own address, not by a Service."
 	return Suite{
 		Heading: "Services with Kubernetes",
 		Groups:  servicesGroups(),
@@ -13,7 +14,7 @@ func Services() Suite {
 			"[sig-network] Networking Granular Checks: Services should function for endpoint-Service: http": direct,
 			"[sig-network] Networking Granular Checks: Services should function for endpoint-Service: udp":  direct,
 			"[sig-network] Services should implement NodePort and HealthCheckNodePort correctly when " +
-				"ExternalTrafficPolicy changes": "a pod sees an address of its own node if the caller is on another one",
+				"ExternalTrafficPolicy changes": "A pod sees an address of its own node if the caller is on another one.",
 		},
 	}
 }

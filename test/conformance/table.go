@@ -57,8 +57,8 @@ func (s Suite) cell(group int, d Door, results []Result) string {
 }
 
 // notes lists, below the table, the tests that failed in the control, the tests that left themselves out, and the
-// excused tests, so that no number hides them. A line of a failed test has no message: messages hold paths of the machine
-// that ran the test.
+// excused tests, so that no number hides them. A line of a failed test has no message: messages hold paths of the
+// machine that ran the test.
 func (s Suite) notes(run Run) string {
 	var b strings.Builder
 	for _, r := range run.Results[s.Control.Key] {
@@ -67,13 +67,13 @@ func (s Suite) notes(run Run) string {
 		}
 		switch r.State {
 		case Failed:
-			fmt.Fprintf(&b, "- failed in the column %q, so no other column has to pass it: %s\n", s.Control.Title, r.Test)
+			fmt.Fprintf(&b, "- failed in the column %q, so no other column has to pass it: `%s`\n", s.Control.Title, r.Test)
 		case Skipped:
-			fmt.Fprintf(&b, "- left out by the test itself: %s (%s)\n", r.Test, firstLine(r.Message))
+			fmt.Fprintf(&b, "- left out by the test itself: `%s` (%s)\n", r.Test, firstLine(r.Message))
 		}
 	}
 	for _, test := range slices.Sorted(maps.Keys(s.Excused)) {
-		fmt.Fprintf(&b, "- need not pass: %s (%s)\n", test, s.Excused[test])
+		fmt.Fprintf(&b, "- need not pass: `%s`. %s\n", test, s.Excused[test])
 	}
 	if b.Len() == 0 {
 		return ""

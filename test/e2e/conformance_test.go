@@ -55,8 +55,8 @@ func TestConformance(t *testing.T) {
 
 // TestConformanceServices runs the e2e tests of Services, for each version: once with kube-proxy and direct reach, and
 // once with edges in mode full on nodes behind NAT. These are in one LAN, since a test dials the node ports of other
-// nodes; the pods of the nodes do not reach each other. Each node is in a zone of its own. Each endpoint of a Service has
-// the same chance to get a connection, as with kube-proxy: some tests want an answer from each endpoint.
+// nodes; the pods of the nodes do not reach each other. Each node is in a zone of its own. Each endpoint of a Service
+// has the same chance to get a connection, as with kube-proxy: some tests want an answer from each endpoint.
 func TestConformanceServices(t *testing.T) {
 	ctx := contextOf(t)
 	program := binary(ctx, t)

@@ -33,7 +33,8 @@ func (s *farServices) wire(ctx context.Context, t *testing.T) {
 	time.Sleep(idleTime)
 	after := s.onWire(ctx, t)
 	with, without := after["edge1"]-before["edge1"], after["edge2"]-before["edge2"]
-	t.Logf("idle for %v: %d bytes with Services, %d without: %.2f", idleTime, with, without, float64(with)/float64(without))
+	t.Logf("idle for %v: %d bytes with Services, %d without: %.2f", idleTime, with, without,
+		float64(with)/float64(without))
 	if without == 0 || 10*with > 13*without {
 		t.Error("Services cost an idle link too much")
 	}

@@ -49,8 +49,8 @@ func (h *Hub) Endpoints(host string, port uint16) ([]Endpoint, error) {
 	case below != "" && !service.GetHeadless():
 		return nil, tunnel.Refusef(tunnel.Unreachable, "only a headless Service has names of endpoints, such as %s", host)
 	case service.GetOtherProxy() && !service.GetHeadless():
-		return nil, tunnel.Refusef(tunnel.Unreachable, "no edge serves the Service %s: it has a label for another proxy, or for none",
-			host)
+		return nil, tunnel.Refusef(tunnel.Unreachable, "no edge serves the Service %s: "+
+			"it has a label for another proxy, or for none", host)
 	case service.GetExternalName() != "":
 		return nil, tunnel.Refusef(tunnel.Unreachable, "the Service %s is an alias: connect to %s", host,
 			service.GetExternalName())

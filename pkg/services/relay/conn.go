@@ -307,8 +307,8 @@ func (r *Relay) reach(ctx context.Context, to address, from netip.Addr) (net.Con
 	return nil, err
 }
 
-// waysNow returns the frontend at an address, and the ways to its endpoints as the state has them now. spread says whether
-// each of them has the same chance. known is false if there is no such frontend.
+// waysNow returns the frontend at an address, and the ways to its endpoints as the state has them now. spread says
+// whether each of them has the same chance. known is false if there is no such frontend.
 func (r *Relay) waysNow(to address) (f frontend, w ways, spread, known bool) {
 	r.mu.RLock()
 	defer r.mu.RUnlock()

@@ -47,8 +47,8 @@ type healthServer struct {
 	since time.Time    // since when not
 }
 
-// serveHealth answers at the healthPorts of the plan until ctx is done, while the rules of the plan are in force: a load
-// balancer must not send callers to a node that does not serve them. If a port breaks, serveHealth calls fail.
+// serveHealth answers at the healthPorts of the plan until ctx is done, while the rules of the plan are in force: a
+// load balancer must not send callers to a node that does not serve them. If a port breaks, serveHealth calls fail.
 func (r *Relay) serveHealth(ctx context.Context, fail context.CancelCauseFunc) {
 	all := make(map[healthPort]*healthServer)
 	var serving sync.WaitGroup
