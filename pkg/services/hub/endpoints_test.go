@@ -76,7 +76,7 @@ func TestEndpoints(t *testing.T) {
 		{"db.shop.svc", 22, "refused: no endpoint"},
 		{"near.shop.svc", 80, "refused: no endpoint"},
 		{"alias.shop.svc", 80, "unreachable: the Service alias.shop.svc is an alias: connect to example.com"},
-		{"other.shop.svc", 80, "unreachable: another proxy serves"},
+		{"other.shop.svc", 80, "unreachable: no edge serves the Service other.shop.svc"},
 		{"10.96.0.3", 80, ""},
 		{"10.96.0.2", 80, ""},
 		{"10-88-1-1.web.shop.svc", 80, "unreachable: only a headless Service has names of endpoints"},
