@@ -72,23 +72,18 @@ func (f *flood) read(c net.Conn, b []byte) (int, error) {
 	return n, err
 }
 
-// hijacked is a ResponseWriter whose hijacked connection counts the bytes that it reads.
+// hijacked is a ResponseWriter whose hijacked connection is read and written by below.
 type hijacked struct {
 	http.ResponseWriter
-	flood *flood
+	below *gather
 }
 
 // Hijack implements http.Hijacker.
 func (h hijacked) Hijack() (net.Conn, *bufio.ReadWriter, error) {
 	c, rw, err := http.NewResponseController(h.ResponseWriter).Hijack()
-	return watched{c, h.flood}, rw, err
+	if err != nil {
+		return nil, nil, err
+	}
+	h.below.Conn = c
+	return h.below, bufio.NewReadWriter(rw.Reader, bufio.NewWriter(h.below)), nil
 }
-
-// watched is the connection below a server's WebSocket.
-type watched struct {
-	net.Conn
-	flood *flood
-}
-
-// Read implements net.Conn.
-func (w watched) Read(b []byte) (int, error) { return w.flood.read(w.Conn, b) }

@@ -45,8 +45,8 @@ type Conn struct {
 
 	// Set once.
 	ws    *websocket.Conn
-	below *gather // nil at a server's end, which does not gather: only clients mask messages
-	flood *flood  // owned by receive
+	below *gather
+	flood *flood // owned by receive
 	since time.Time
 	idle  time.Duration
 
@@ -71,13 +71,13 @@ type Conn struct {
 //nolint:gochecknoglobals // a pool is no state: it holds only unused buffers
 var pool = sync.Pool{New: func() any { return make([]byte, chunkSize) }}
 
-// newConn returns a Conn over an established WebSocket. raw is the connection below, and f counts what comes there.
-func newConn(ws *websocket.Conn, raw net.Conn, f *flood, idle time.Duration) *Conn {
-	below, _ := raw.(*gather)
-	*f = flood{window: idle} // the bytes of the handshake do not count
-	ws.SetReadLimit(-1)      // Read takes any message piece by piece
+// newConn returns a Conn over an established WebSocket. raw is the connection below; the WebSocket reads and writes it
+// by below.
+func newConn(ws *websocket.Conn, raw net.Conn, below *gather, idle time.Duration) *Conn {
+	*below.flood = flood{window: idle} // the bytes of the handshake do not count
+	ws.SetReadLimit(-1)                // Read takes any message piece by piece
 	c := &Conn{
-		Conn: raw, ws: ws, below: below, flood: f, since: time.Now(), idle: idle,
+		Conn: raw, ws: ws, below: below, flood: below.flood, since: time.Now(), idle: idle,
 		deadline: newDeadline(), chunks: make(chan []byte),
 		ended: make(chan struct{}), closed: make(chan struct{}),
 	}
@@ -117,14 +117,17 @@ func (c *Conn) receive() error {
 func (c *Conn) pass(r io.Reader) (n int, err error) {
 	for err == nil {
 		chunk, _ := pool.Get().([]byte)
-		var got int
-		got, err = r.Read(chunk[:chunkSize])
+		var got, more int
+		for err == nil && got < chunkSize { // a message comes in two pieces, since package websocket reads ahead
+			more, err = r.Read(chunk[got:chunkSize])
+			got += more
+			c.flood.data(more)
+		}
 		n += got
 		if got == 0 {
 			pool.Put(chunk) //nolint:staticcheck // allocating a slice header is cheap beside allocating its bytes
 			continue
 		}
-		c.flood.data(got)
 		select {
 		case c.chunks <- chunk[:got]:
 		case <-c.closed:
@@ -188,14 +191,10 @@ func (c *Conn) Write(b []byte) (int, error) {
 	c.writing.Lock()
 	defer c.writing.Unlock()
 	c.wrote.Store(int64(time.Since(c.since)))
-	if c.below != nil {
-		c.below.begin()
-	}
+	c.below.begin()
 	err := c.ws.Write(context.Background(), websocket.MessageBinary, b)
-	if c.below != nil {
-		if flushed := c.below.end(); err == nil {
-			err = flushed
-		}
+	if flushed := c.below.end(); err == nil {
+		err = flushed
 	}
 	if err != nil {
 		return 0, err
@@ -273,8 +272,8 @@ func Dial(ctx context.Context, raw net.Conn, url, userAgent string) (*Conn, erro
 
 func dial(ctx context.Context, raw net.Conn, url, userAgent string, idle time.Duration) (*Conn, error) {
 	f := &flood{window: idle}
-	raw = &gather{Conn: raw, flood: f}
-	given := func(context.Context, string, string) (net.Conn, error) { return raw, nil }
+	below := &gather{Conn: raw, flood: f}
+	given := func(context.Context, string, string) (net.Conn, error) { return below, nil }
 	transport := &http.Transport{
 		DialContext: given, DialTLSContext: given, // neither is called twice: redirects are not followed
 		MaxResponseHeaderBytes: maxAnswer, DisableCompression: true,
@@ -290,7 +289,7 @@ func dial(ctx context.Context, raw net.Conn, url, userAgent string, idle time.Du
 	})
 	switch {
 	case err == nil:
-		return newConn(ws, raw, f, idle), nil
+		return newConn(ws, below, below, idle), nil
 	case answer != nil && answer.StatusCode != http.StatusSwitchingProtocols:
 		return nil, &HandshakeError{answer.StatusCode, answer.Status}
 	}
@@ -313,11 +312,12 @@ func cause(err error) error {
 // error, it has answered the request.
 func Accept(w http.ResponseWriter, r *http.Request, raw net.Conn) (*Conn, error) {
 	f := &flood{window: Idle}
-	ws, err := websocket.Accept(hijacked{w, f}, r, &websocket.AcceptOptions{
+	below := &gather{flood: f}
+	ws, err := websocket.Accept(hijacked{w, below}, r, &websocket.AcceptOptions{
 		OnPingReceived: f.ping, OnPongReceived: f.pong,
 	})
 	if err != nil {
 		return nil, err
 	}
-	return newConn(ws, raw, f, Idle), nil
+	return newConn(ws, raw, below, Idle), nil
 }

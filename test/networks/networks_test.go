@@ -219,6 +219,19 @@ func (s *site) join(flags ...string) string {
 	return said
 }
 
+// work returns how long cloud and edge have used processors.
+func (s *site) work() (sum time.Duration) {
+	s.t.Helper()
+	for _, p := range []*rig.Process{s.cloud, s.edge} {
+		used, err := p.CPU()
+		if err != nil {
+			s.t.Fatal(err)
+		}
+		sum += used
+	}
+	return sum
+}
+
 // box is a program in between. It is installed under one of names.
 func (s *site) box(names ...string) (path string) {
 	s.t.Helper()
@@ -439,7 +452,8 @@ func TestNetworks(t *testing.T) {
 	if isWhole() {
 		bulk = 1 << 30
 	}
-	var direct [2]float64 // MiB a second of the row "directly", up and down; 0: it has not run
+	var direct [2]float64        // MiB a second of the row "directly", up and down; 0: it has not run
+	var directWork time.Duration // of the row "directly", as site.work returns it
 	for _, row := range []struct {
 		name string
 		way  func(s *site) (flags []string, route string)
@@ -485,7 +499,9 @@ func TestNetworks(t *testing.T) {
 				}
 				return nil
 			})
+			work := s.work()
 			up, down := s.carries(bulk)
+			work = s.work() - work
 			var rates [2]float64
 			for i, took := range []time.Duration{up, down} {
 				rates[i] = float64(bulk) / (1 << 20) / took.Seconds()
@@ -493,8 +509,10 @@ func TestNetworks(t *testing.T) {
 			t.Logf("%s: %.0f MiB/s up, %.0f MiB/s down", row.name, rates[0], rates[1])
 			switch {
 			case row.name == "directly":
-				direct = rates
+				direct, directWork = rates, work
 			case direct[0] > 0:
+				t.Logf("%s: cloud and edge worked for %v, directly for %v: %.2f of the speed that they have by themselves",
+					row.name, work, directWork, directWork.Seconds()/work.Seconds())
 				ratios := [2]float64{rates[0] / direct[0], rates[1] / direct[1]}
 				t.Logf("%s: %.2f up and %.2f down of the speed directly", row.name, ratios[0], ratios[1])
 				if isWhole() && min(ratios[0], ratios[1]) < leastOfDirect { // a few megabytes say too little
