@@ -5,8 +5,9 @@ import (
 	"sync"
 )
 
-// gather is the connection below a WebSocket. Package websocket writes a message in pieces: a client's in many of 4 KiB,
-// since it masks them, and a server's in two. Without gather, each piece would be a TLS record and a system call.
+// gather is the connection below a WebSocket. Package websocket writes a message in pieces: a client's in many of
+// 4 KiB, because it masks them, and a server's in two. Without gather, each piece would be a system call and a TLS
+// record.
 type gather struct {
 	net.Conn
 	flood *flood // counts what Read returns
