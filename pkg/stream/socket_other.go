@@ -40,8 +40,8 @@ func userTimeout(uintptr, time.Duration) error { return nil }
 func boundBackoff(uintptr, time.Duration) {}
 
 type acks struct {
-	ended, underWay, missing bool
-	last                     time.Duration
+	ended, underWay, missing, closed bool
+	last                             time.Duration
 }
 
 func acksOf(uintptr) (acks, bool) { return acks{}, false }
