@@ -29,7 +29,7 @@ e2e-build: ## build that Kubernetes into the cache, once (minutes; nothing to do
 e2e-up: e2e-build ## start it without the tests, and say how to use it
 	@test/cluster/up.sh
 
-conformance: conformance-build ## Kubernetes' own tests through each front door, beside direct reach (root; half an hour for a version; CONFORMANCE=1.34: that one)
+conformance: conformance-build ## Kubernetes' own tests through each front door and of Services, beside the same without the tunnel (root; an hour for a version; CONFORMANCE=1.34: that one)
 	@status=0; go test -tags 'e2e conformance' -count=1 -v -timeout 6h -run TestConformance ./test/e2e || status=$$?; \
 	test/cluster/down.sh && exit $$status
 
