@@ -134,6 +134,9 @@ type joinedNodes struct{ *cloudWiring }
 const (
 	// joinedPause is the least time between two looks at the nodes: many nodes come at once when a cloud has started.
 	joinedPause = time.Second
+	// nodesBack is how long edges that watch Services wait if the cloud remembers no nodes: when a cloud has started again,
+	// edges are back within a second or two. Meanwhile, edges keep what they know.
+	nodesBack = 3 * time.Second
 	// nodesLate is how long edges that watch Services wait at most until nodesKnown returns true.
 	nodesLate = 10 * time.Second
 	// nodesPause is the time between two calls of nodesKnown.
@@ -145,7 +148,11 @@ func (joinedNodes) Name() string { return "services-nodes" }
 
 // Run implements tunnel.Module.
 func (j joinedNodes) Run(ctx context.Context) error {
-	for late := time.Now().Add(nodesLate); !j.nodesKnown() && time.Now().Before(late); {
+	began := time.Now()
+	for late := began.Add(nodesLate); time.Now().Before(late); {
+		if j.nodesKnown() && (j.inventory != nil || time.Since(began) >= nodesBack) {
+			break
+		}
 		select {
 		case <-time.After(nodesPause):
 		case <-ctx.Done():
