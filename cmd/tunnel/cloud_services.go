@@ -134,8 +134,8 @@ type joinedNodes struct{ *cloudWiring }
 const (
 	// joinedPause is the least time between two looks at the nodes: many nodes come at once when a cloud has started.
 	joinedPause = time.Second
-	// nodesBack is how long edges that watch Services wait if the cloud remembers no nodes: when a cloud has started again,
-	// edges are back within a second or two. Meanwhile, edges keep what they know.
+	// nodesBack is how long edges that watch Services wait if the cloud remembers no nodes: when a cloud has started
+	// again, edges are back within a second or two. Meanwhile, edges keep what they know.
 	nodesBack = 3 * time.Second
 	// nodesLate is how long edges that watch Services wait at most until nodesKnown returns true.
 	nodesLate = 10 * time.Second
