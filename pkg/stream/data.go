@@ -57,7 +57,8 @@ func newDataConn(c, raw net.Conn, b *conn.Blocks) *dataConn {
 // the other end's kernel acknowledges an open at once.
 func (d *dataConn) waitShort() { d.userTimeout(answerTime) }
 
-// waitLong makes the kernel wait for dataTimeout. It applies from the start of a conn; see also mayStall.
+// waitLong makes the kernel end the connection only if sent bytes stay unacknowledged for dataTimeout. It is called
+// when a conn starts. mayStall changes the timeout while the conn lasts.
 func (d *dataConn) waitLong() { d.userTimeout(dataTimeout) }
 
 // mayStall lets a stalled reader keep its peer waiting for any time. The user timeout also ends a connection whose

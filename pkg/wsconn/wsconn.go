@@ -45,8 +45,7 @@ type Conn struct {
 
 	// Set once.
 	ws    *websocket.Conn
-	below *gather
-	flood *flood // owned by receive
+	below *gather // its flood is owned by receive
 	since time.Time
 	idle  time.Duration
 
@@ -77,7 +76,7 @@ func newConn(ws *websocket.Conn, raw net.Conn, below *gather, idle time.Duration
 	*below.flood = flood{window: idle} // the bytes of the handshake do not count
 	ws.SetReadLimit(-1)                // Read takes any message piece by piece
 	c := &Conn{
-		Conn: raw, ws: ws, below: below, flood: below.flood, since: time.Now(), idle: idle,
+		Conn: raw, ws: ws, below: below, since: time.Now(), idle: idle,
 		deadline: newDeadline(), chunks: make(chan []byte),
 		ended: make(chan struct{}), closed: make(chan struct{}),
 	}
@@ -107,7 +106,7 @@ func (c *Conn) receive() error {
 		if err != nil {
 			return err
 		}
-		if n == 0 && !c.flood.empty() {
+		if n == 0 && !c.below.flood.empty() {
 			return errFlood
 		}
 	}
@@ -121,7 +120,7 @@ func (c *Conn) pass(r io.Reader) (n int, err error) {
 		for err == nil && got < chunkSize { // a message comes in two pieces, since package websocket reads ahead
 			more, err = r.Read(chunk[got:chunkSize])
 			got += more
-			c.flood.data(more)
+			c.below.flood.data(more)
 		}
 		n += got
 		if got == 0 {

@@ -197,7 +197,8 @@ func (s *suite) through(ctx context.Context, t *testing.T, c *cluster, run *conf
 	}
 }
 
-// addLast adds the last reports of the doors that the flag -run left out, if these reports pass.
+// addLast looks for doors that did not run now, because the flag -run left them out. If the last report of such a door
+// passes, addLast adds the results in it to run.
 func (s *suite) addLast(t *testing.T, run conformance.Run) {
 	t.Helper()
 	for _, d := range s.Doors {

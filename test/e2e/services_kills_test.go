@@ -327,7 +327,8 @@ func (k *kills) kill(ctx context.Context, t *testing.T, until time.Time) {
 	}
 }
 
-// check waits until each node serves all Services that exist, and has no rule and no flow of UDP for a deleted Service.
+// check waits until each node serves all Services that exist. A node must then have no rule for a deleted Service, and
+// the kernel no flow of UDP to one.
 func (k *kills) check(ctx context.Context, t *testing.T) {
 	t.Helper()
 	k.mu.Lock() // the last change has ended

@@ -18,7 +18,7 @@ const (
 	idleTime = time.Minute
 	// rolled is how many endpoints the Service of the rolling update has.
 	rolled = 100
-	// rollPause is the time between two pods of the rolling update.
+	// rollPause is how long the rolling update waits after it has replaced a pod, before it replaces the next one.
 	rollPause = 50 * time.Millisecond
 )
 

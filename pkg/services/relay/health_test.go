@@ -14,7 +14,8 @@ import (
 	pb "tunnel.example/tunnel/pkg/services/servicesv1"
 )
 
-// Load balancers learn from the port of a Service whether this node has ready endpoints of the Service.
+// A load balancer asks the node at the healthCheckNodePort of a Service. The answer is 200 if a ready endpoint of the
+// Service is on this node, and 503 if there is none.
 func TestHealthPort(t *testing.T) {
 	k, c := new(fake), newCloud()
 	r, log := newTestRelay(t, k, c)

@@ -129,8 +129,8 @@ func TestPlan(t *testing.T) {
 	}
 }
 
-// If connections are to go to all endpoints alike, the relay gets them, and chooses among the endpoints of this node
-// and others. Otherwise they go to the endpoint of this node.
+// With spread, the kernel sends connections to the relay, and the relay gives each endpoint the same chance. Without
+// spread, the kernel sends all connections to the endpoint of this node.
 func TestSpread(t *testing.T) {
 	annotated := webService()
 	annotated.Spread = true
