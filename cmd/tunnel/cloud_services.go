@@ -149,20 +149,21 @@ func (joinedNodes) Name() string { return "services-nodes" }
 // Run implements tunnel.Module.
 func (j joinedNodes) Run(ctx context.Context) error {
 	began := time.Now()
-	for late := began.Add(nodesLate); time.Now().Before(late); {
-		if j.nodesKnown() && (j.inventory != nil || time.Since(began) >= nodesBack) {
-			break
-		}
+	known := func() bool {
+		// An inventory without a place of its own, for the admin socket alone, is empty after a start.
+		return j.nodesKnown() && (j.conf.Inventory != "" || time.Since(began) >= nodesBack)
+	}
+	for late := began.Add(nodesLate); !known() && time.Now().Before(late); {
 		select {
 		case <-time.After(nodesPause):
 		case <-ctx.Done():
 			return nil
 		}
 	}
-	known := false
+	all := false // the inventory has told all nodes that it remembers
 	for {
-		if !known && j.inventory != nil { // without this, the cloud would tell edges of every node that comes back
-			known = j.nodesKnown()
+		if !all && j.inventory != nil { // without this, the cloud would tell edges of every node that comes back
+			all = j.nodesKnown()
 			for _, node := range j.inventory.ServeServices() {
 				j.services.Joined(node)
 			}
@@ -184,7 +185,7 @@ func (j joinedNodes) Run(ctx context.Context) error {
 			return nil
 		}
 		var again <-chan time.Time
-		if !known && j.inventory != nil {
+		if !all && j.inventory != nil {
 			again = time.After(joinedPause)
 		}
 		select {
