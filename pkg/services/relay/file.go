@@ -8,9 +8,11 @@ import (
 	"fmt"
 	"io/fs"
 	"log/slog"
+	"maps"
 	"os"
 	"path/filepath"
 	"runtime/debug"
+	"slices"
 	"sync"
 	"syscall"
 	"time"
@@ -340,8 +342,9 @@ func (f *file) write() (err error) {
 		if err != nil {
 			return err
 		}
-		for p, value := range pending {
-			if value == nil {
+		// bbolt moves all items behind a new one, so the items come in order.
+		for _, p := range slices.Sorted(maps.Keys(pending)) {
+			if value := pending[p]; value == nil {
 				err = items.Delete([]byte(p))
 			} else {
 				err = items.Put([]byte(p), value)

@@ -56,6 +56,23 @@ func newFile(t testing.TB, path string) *services.State {
 	return s
 }
 
+// BenchmarkFirstState writes the state of a large cluster for the first time.
+func BenchmarkFirstState(b *testing.B) {
+	changes := manyServices(b)
+	for b.Loop() {
+		b.StopTimer()
+		f, s := open(b, filepath.Join(b.TempDir(), "services.db"))
+		put(b, f, s, changes)
+		b.StartTimer()
+		if err := f.write(); err != nil {
+			b.Fatal(err)
+		}
+		b.StopTimer()
+		f.close(time.Time{})
+		b.StartTimer()
+	}
+}
+
 // Changes of one second are one transaction, and the last ones are written at the end.
 func TestOneTransactionASecond(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "services.db")
