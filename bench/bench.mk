@@ -1,7 +1,7 @@
 # Measurements with processes of their own. Included by the Makefile of the repository; paths
 # are relative to its directory. Linux only; no root but where it is said.
 
-.PHONY: bench bench-ci bench-long bench-compare bench-egress bench-ls bench-udp storm scale
+.PHONY: bench bench-ci bench-long bench-compare bench-egress bench-ls bench-services bench-udp storm scale
 
 bench: iproute2 ## what a conn costs, beside TCP, TLS, yamux, ssh -R and Konnectivity; far away; beside 50 stalled readers; a storm (ten minutes; ARGS="-part cost" for a part)
 	go run ./bench $(ARGS)
@@ -20,6 +20,9 @@ bench-egress: ## what the egress front door costs, beside Konnectivity's server 
 
 bench-ls: ## that tunnel ls with 10,000 nodes takes 300 ms at most (ten seconds, on a machine that does nothing else)
 	go test -count=1 -run '^$$' -bench '^BenchmarkLs$$' -benchtime 20x -timeout 5m ./test/faults
+
+bench-services: iproute2 nftables ## what Services cost the cloud and a node, beside KPNG, which is cloned and built (root; ten minutes; KPNG=none without it)
+	kpng=$$(bench/services/kpng.sh) && go run ./bench/services -kpng "$$kpng" $(ARGS)
 
 bench-udp: ## datagrams through the tunnel, beside a plain relay and nothing: round trips, rates, losses (one minute)
 	go run ./bench/udp $(ARGS)

@@ -294,6 +294,7 @@ func (r *Relay) adopt(state *services.State, since time.Time) bool {
 	r.plannedLocked()
 	r.log.Info("the state of Services is loaded", "file", r.cfg.File, "items", state.Len(),
 		"redirected", len(r.plan.frontends))
+	releaseMemory(state.Len())
 	return true
 }
 

@@ -9,6 +9,8 @@ import (
 	"io"
 	"maps"
 	"math/rand/v2"
+	"runtime"
+	"runtime/debug"
 	"time"
 
 	"google.golang.org/grpc/codes"
@@ -253,8 +255,23 @@ func (r *Relay) take(f *file, series []*pb.Changes) error {
 	if !d.Empty() {
 		f.add(d, digests, time.Now())
 		r.watchers.tell(&d)
+		releaseMemory(len(d.Set))
 	}
 	return nil
+}
+
+// releaseMemory gives the garbage that a change leaves back to the system, if n, the number of its items, is large.
+// Until the change is in the file and in the kernel, it takes several times the memory of the state. Go would keep
+// such memory for long.
+func releaseMemory(n int) {
+	const many, done = 2048, 5 * time.Second
+	if n < many {
+		return
+	}
+	time.AfterFunc(done, func() {
+		runtime.GC() // bbolt keeps pages in a sync.Pool, which lets go of them at the second collection
+		debug.FreeOSMemory()
+	})
 }
 
 func (r *Relay) applySeries(series []*pb.Changes) (d services.Difference, digests services.Digests, err error) {
