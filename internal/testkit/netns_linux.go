@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
 )
 
 // ownNetwork marks a test process that runs in a network namespace of its own.
@@ -30,6 +31,7 @@ func InOwnNetwork(t *testing.T, env ...string) bool {
 		if err != nil {
 			t.Fatalf("setting loopback up: %v", err)
 		}
+		skipDAD()
 		return true
 	}
 	again := func(args ...string) *exec.Cmd {
@@ -58,6 +60,23 @@ func InOwnNetwork(t *testing.T, env ...string) bool {
 	}
 	t.Logf("%s", out)
 	return false
+}
+
+// UnshareNetwork moves the calling thread into a new network namespace, see [OnThread].
+func UnshareNetwork() error {
+	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
+		return err
+	}
+	skipDAD()
+	return nil
+}
+
+// skipDAD makes new links in the network namespace of the calling thread use their link-local addresses at once.
+// Otherwise a link first looks for duplicates of the address, for 2 s and longer. It does not look for neighbors
+// meanwhile, so connections fail with "no route to host" after 3 s.
+func skipDAD() {
+	// Without this file, there is no IPv6.
+	os.WriteFile("/proc/sys/net/ipv6/conf/default/accept_dad", []byte("0"), 0o600) //nolint:errcheck // see above
 }
 
 // skipped reports whether a test has skipped itself, by the output of its process.

@@ -131,7 +131,7 @@ func bindNamespace(path string) error {
 		return err
 	}
 	return onThread(func() error {
-		if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
+		if err := testkit.UnshareNetwork(); err != nil {
 			return err
 		}
 		return unix.Mount("/proc/thread-self/ns/net", path, "", unix.MS_BIND, "")

@@ -34,7 +34,7 @@ func newHost(t *testing.T) *host {
 func (h *host) inNew(f func() error) {
 	h.t.Helper()
 	h.onThread(func() error {
-		if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
+		if err := testkit.UnshareNetwork(); err != nil {
 			return err
 		}
 		return f()

@@ -77,7 +77,7 @@ func newNamespace(t testing.TB) string {
 		t.Fatal(err)
 	}
 	err := testkit.OnThread(func() error {
-		if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
+		if err := testkit.UnshareNetwork(); err != nil {
 			return err
 		}
 		return unix.Mount("/proc/thread-self/ns/net", path, "", unix.MS_BIND, "")

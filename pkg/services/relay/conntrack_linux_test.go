@@ -33,7 +33,7 @@ func TestPendingConnectionsAreRedirected(t *testing.T) {
 	conns := make(chan net.Conn, 1) // capacity 1: one dial
 	go func() {
 		var conn net.Conn
-		err := onThread(func() (err error) {
+		err := testkit.OnThread(func() (err error) {
 			if err = netns.Set(p.ns); err == nil {
 				conn, err = (&net.Dialer{Timeout: time.Minute}).Dial("tcp", web4.String())
 			}

@@ -2,13 +2,13 @@ package relay
 
 import (
 	"net"
-	"os"
-	"runtime"
 	"testing"
 
 	"github.com/vishvananda/netlink"
 	"github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"
+
+	"tunnel.example/tunnel/internal/testkit"
 )
 
 // pod is another network namespace, with a link eth0 to the node.
@@ -21,8 +21,8 @@ type pod struct {
 func newPod(t *testing.T, name, node4, pod4, node6, pod6 string) *pod {
 	t.Helper()
 	p := &pod{t: t}
-	err := onThread(func() (err error) {
-		if err = unix.Unshare(unix.CLONE_NEWNET); err == nil {
+	err := testkit.OnThread(func() (err error) {
+		if err = testkit.UnshareNetwork(); err == nil {
 			p.ns, err = netns.Get()
 		}
 		return err
@@ -60,7 +60,7 @@ func newPod(t *testing.T, name, node4, pod4, node6, pod6 string) *pod {
 // in runs f in the pod.
 func (p *pod) in(f func() error) {
 	p.t.Helper()
-	err := onThread(func() error {
+	err := testkit.OnThread(func() error {
 		if err := netns.Set(p.ns); err != nil {
 			return err
 		}
@@ -69,21 +69,6 @@ func (p *pod) in(f func() error) {
 	if err != nil {
 		p.t.Fatal(err)
 	}
-}
-
-// onThread runs f on a thread that ends after it.
-func onThread(f func() error) error {
-	done := make(chan error, 1) // capacity 1: the goroutine ends even if nobody receives
-	go func() {
-		runtime.LockOSThread() // the thread ends with the goroutine, unless the goroutine unlocks it
-		if unix.Gettid() != os.Getpid() {
-			done <- f()
-			return
-		}
-		done <- onThread(f) // the main thread never ends
-		runtime.UnlockOSThread()
-	}()
-	return <-done
 }
 
 func setAddresses(link string, addrs ...string) error {

@@ -453,7 +453,7 @@ func TestNoRights(t *testing.T) {
 	if !testkit.InOwnNetwork(t) {
 		return
 	}
-	err := onThread(func() error {
+	err := testkit.OnThread(func() error {
 		header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
 		var data [2]unix.CapUserData
 		if err := unix.Capset(&header, &data[0]); err != nil {
@@ -474,7 +474,7 @@ func TestRulesStayWithoutRights(t *testing.T) {
 	}
 	warnings := func() []string {
 		log, lines := testkit.NewLog()
-		err := onThread(func() error {
+		err := testkit.OnThread(func() error {
 			header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
 			var data [2]unix.CapUserData
 			if err := unix.Capset(&header, &data[0]); err != nil {

@@ -135,7 +135,7 @@ func TestNearIsCut(t *testing.T) {
 	s.one.networks = ownNetworks
 	s.two.cfg.Listen = netip.MustParseAddrPort(s.lan)
 	testkit.Run(t, func(ctx context.Context) error {
-		return onThread(func() error {
+		return testkit.OnThread(func() error {
 			if err := netns.Set(lan.ns); err != nil {
 				return err
 			}
@@ -251,7 +251,7 @@ func TestNearTime(t *testing.T) {
 	s.one.networks = ownNetworks
 	s.two.cfg.Listen = netip.MustParseAddrPort(s.lan)
 	testkit.Run(t, func(ctx context.Context) error {
-		return onThread(func() error {
+		return testkit.OnThread(func() error {
 			if err := netns.Set(lan.ns); err != nil {
 				return err
 			}
