@@ -19,6 +19,9 @@ func (t Target) String() string {
 	return t.Endpoint + " " + t.Protocol + " " + strconv.Itoa(int(t.Port))
 }
 
+// Network returns the network of a request for a conn to the target, as package tunnel names it: "tcp" or "udp".
+func (t Target) Network() string { return strings.ToLower(t.Protocol) }
+
 // ParseTarget parses the text that String returns.
 func ParseTarget(s string) (Target, error) {
 	fields := strings.Split(s, " ")

@@ -30,11 +30,6 @@ func (h *Hub) Target(from tunnel.NodeName, text string) (tunnel.Request, *tunnel
 	return request, refusal
 }
 
-// networks has the network of a request for each protocol of a target.
-//
-//nolint:gochecknoglobals // a constant table
-var networks = map[string]string{"TCP": "tcp", "UDP": tunnel.NetworkUDP}
-
 // target does what Target says, and logs nothing.
 func (h *Hub) target(from tunnel.NodeName, text string) (tunnel.Request, *tunnel.Refusal) {
 	target, err := services.ParseTarget(text)
@@ -76,7 +71,7 @@ func (h *Hub) target(from tunnel.NodeName, text string) (tunnel.Request, *tunnel
 			`the cloud lets edges reach it with allow = ["cluster"] in [mode.cloud.services]`, target.Endpoint, on)
 	default:
 		request := tunnel.Request{
-			Category: Category, Network: networks[target.Protocol],
+			Category: Category, Network: target.Network(),
 			Addr:   net.JoinHostPort(addr.String(), strconv.Itoa(int(target.Port))),
 			Caller: "node " + string(from),
 		}

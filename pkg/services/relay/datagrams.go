@@ -92,14 +92,22 @@ func (r *Relay) dialDatagrams(ctx context.Context, target string) (net.Conn, err
 		_, direct = addressOf(r.state, e)
 	}
 	r.mu.RUnlock()
-	if !direct {
-		return r.reachFar(ctx, target)
+	to := way{services.Named{Path: t.Endpoint, Endpoint: e}, t.Port, t.Protocol}
+	switch {
+	case direct:
+		at := to.address()
+		if err := r.mayDial(e, at); err != nil {
+			return nil, err
+		}
+		c, err := r.direct.Open(ctx, tunnel.Request{Category: name, Network: tunnel.NetworkUDP, Addr: at.String()})
+		return r.opened(viaNode, c, err)
+	case e != nil:
+		if c, answered, err := r.near.reach(ctx, to); answered {
+			return r.opened(viaNear, c, err)
+		}
 	}
-	at := way{services.Named{Path: t.Endpoint, Endpoint: e}, t.Port, t.Protocol}.address()
-	if err := r.mayDial(e, at); err != nil {
-		return nil, err
-	}
-	return r.direct.Open(ctx, tunnel.Request{Category: name, Network: tunnel.NetworkUDP, Addr: at.String()})
+	c, err := r.reachFar(ctx, target)
+	return r.opened(viaCloud, c, err)
 }
 
 // anyTarget permits all targets, since the relay itself has chosen them.

@@ -144,12 +144,41 @@ func TestRouteAffinity(t *testing.T) {
 // A flow gets an endpoint that this node reaches by itself, if there is one, and this node sends to it. Datagrams and
 // answers pass, and the flow ends with the relay.
 func TestDirectDatagrams(t *testing.T) {
+	server := echoDatagrams(t)
+	changes := twoFar(t)
+	own := datagramEndpoint("10.88.1.5", "edge1", 5353)
+	changes.Set = append(changes.Set, item(t, services.EndpointPath("shop", "web", "web-a", "10.88.1.5"), own))
+	k, c := new(fake), newCloud()
+	r, _ := newTestRelay(t, k, c)
+	at1(t, r, changes)
+	if _, _, err := r.applySeries([]*pb.Changes{changes}); err != nil {
+		t.Fatal(err)
+	}
+	r.direct = udp.NewEdge(leadsTo(server), r.cfg.Datagrams)
+	d := newDoor(t.Context(), r, failing(t))
+	if err := d.open(); err != nil {
+		t.Fatal(err)
+	}
+	askTimes(t, k, d, 10)
+	if len(c.targets()) != 0 || r.udp.Flows.Load() != 1 {
+		t.Errorf("asked for %v, %d flows", c.targets(), r.udp.Flows.Load())
+	}
+	d.close()
+	d.drain()
+	if r.udp.Flows.Load() != 0 {
+		t.Errorf("%d flows are left", r.udp.Flows.Load())
+	}
+}
+
+// echoDatagrams returns the address of a server that sends datagrams back.
+func echoDatagrams(t *testing.T) (addr string) {
+	t.Helper()
 	server, err := net.ListenUDP("udp", &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1)})
 	if err != nil {
 		t.Fatal(err)
 	}
 	served := make(chan struct{})
-	defer func() { server.Close(); <-served }()
+	t.Cleanup(func() { server.Close(); <-served })
 	go func() {
 		defer close(served)
 		for b := make([]byte, 100); ; {
@@ -160,20 +189,13 @@ func TestDirectDatagrams(t *testing.T) {
 			server.WriteToUDPAddrPort(b[:n], from)
 		}
 	}()
-	changes := twoFar(t)
-	own := datagramEndpoint("10.88.1.5", "edge1", 5353)
-	changes.Set = append(changes.Set, item(t, services.EndpointPath("shop", "web", "web-a", "10.88.1.5"), own))
-	k, c := new(fake), newCloud()
-	r, _ := newTestRelay(t, k, c)
-	at1(t, r, changes)
-	if _, _, err := r.applySeries([]*pb.Changes{changes}); err != nil {
-		t.Fatal(err)
-	}
-	r.direct = udp.NewEdge(leadsTo(server.LocalAddr().String()), r.cfg.Datagrams)
-	d := newDoor(t.Context(), r, failing(t))
-	if err := d.open(); err != nil {
-		t.Fatal(err)
-	}
+	return server.LocalAddr().String()
+}
+
+// askTimes has a new caller send n datagrams to udp4, one after the other, and wait for each to come back. d is a door
+// of the relay with the kernel k.
+func askTimes(t *testing.T, k *fake, d *door, n int) {
+	t.Helper()
 	caller, err := net.DialUDP("udp", nil, d.sockets[0].LocalAddr().(*net.UDPAddr))
 	if err != nil {
 		t.Fatal(err)
@@ -183,20 +205,12 @@ func TestDirectDatagrams(t *testing.T) {
 	k.sentTo = map[netip.AddrPort]netip.AddrPort{caller.LocalAddr().(*net.UDPAddr).AddrPort(): udp4}
 	k.mu.Unlock()
 	caller.SetDeadline(time.Now().Add(30 * time.Second))
-	for i := range 10 {
+	for i := range n {
 		fmt.Fprint(caller, i)
 		b := make([]byte, 100)
 		if n, err := caller.Read(b); err != nil || string(b[:n]) != fmt.Sprint(i) {
 			t.Fatalf("got %q, %v", b[:n], err)
 		}
-	}
-	if len(c.targets()) != 0 || r.udp.Flows.Load() != 1 {
-		t.Errorf("asked for %v, %d flows", c.targets(), r.udp.Flows.Load())
-	}
-	d.close()
-	d.drain()
-	if r.udp.Flows.Load() != 0 {
-		t.Errorf("%d flows are left", r.udp.Flows.Load())
 	}
 }
 

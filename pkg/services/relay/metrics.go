@@ -53,8 +53,9 @@ func (r *Relay) Collector() prometheus.Collector {
 			"Connections to Services that this edge has been asked to relay, by result: opened, or why not.", "result"),
 		bytes: desc("tunnel_services_bytes_total", "Bytes relayed, sent to endpoints or received from them.", "direction"),
 		ways: desc("tunnel_services_way_conns_total",
-			"Connections to endpoints that this edge has opened for callers here, by way. node: it reaches the endpoint by "+
-				"itself; near: over the local network, to the edge of the endpoint's node; cloud: through the cloud.", "way"),
+			"Connections to endpoints that this edge has opened for callers here, by way; all datagrams to an endpoint are "+
+				"one. node: it reaches the endpoint by itself; near: over the local network, to the edge of the endpoint's "+
+				"node; cloud: through the cloud.", "way"),
 		nearFailed: desc("tunnel_services_near_failed_total",
 			"Attempts to reach an edge of this site over the local network that have failed. The cloud was asked instead."),
 		nearLive: desc("tunnel_services_near_conns", "Connections of edges of this site to endpoints here, now."),

@@ -54,7 +54,8 @@ type NearConfig struct {
 }
 
 // Near is the module of the shortcut between edges of one site. A conn to an endpoint on another node of the site goes
-// over the local network, by TLS 1.3 with the certificates of both nodes. near.go has the edge that connects
+// over the local network, by TLS 1.3 with the certificates of both nodes. A conn for datagrams has them in frames of
+// package udp, as through the cloud. near.go has the edge that connects
 // (Near.reach), and nearserve.go has the edge that accepts.
 //
 // A node is of this site if its Node has the zone of this node, or an InternalIP in a network of this machine. That is
@@ -139,7 +140,7 @@ func ownNetworks() (all []netip.Prefix) {
 // reach connects to an endpoint on another node of this site. If answered is false, the relay should ask the cloud: the
 // node is elsewhere, its edge cannot be reached, or its edge does not decide. n may be nil.
 func (n *Near) reach(ctx context.Context, to way) (c net.Conn, answered bool, err error) {
-	if n == nil || to.protocol != protocolTCP || n.denied.get(to.target()) != nil {
+	if n == nil || n.denied.get(to.target()) != nil {
 		return nil, false, nil
 	}
 	node := services.Home(to.Endpoint)
@@ -444,16 +445,4 @@ func readLine(r io.Reader) (string, error) {
 		line = line[:len(line)+1]
 	}
 	return "", fmt.Errorf("the line has no end within %d bytes", maxNear)
-}
-
-// parseNear returns the target of a request.
-func parseNear(line string) (services.Target, error) {
-	t, err := services.ParseTarget(line)
-	if err == nil && t.Protocol != protocolTCP {
-		err = fmt.Errorf("the shortcut between edges has no %s", t.Protocol)
-	}
-	if err != nil {
-		return t, tunnel.Refusef(tunnel.Denied, "%v", err)
-	}
-	return t, nil
 }

@@ -58,6 +58,11 @@ func nodeCertificate(t testing.TB, ca testca.CA, node tunnel.NodeName, life time
 type dialling struct {
 	noting
 	dial func(addr string) (net.Conn, error)
+	udp  func() (server string) // where datagrams to all endpoints go; nil: nowhere
+}
+
+func (d dialling) DialUDP(ctx context.Context, addr string, at func(netip.AddrPort) time.Time) (*net.UDPConn, error) {
+	return anyTarget{}.DialUDP(ctx, d.udp(), at)
 }
 
 func (d dialling) DialRequest(_ context.Context, r tunnel.Request) (net.Conn, error) {
@@ -81,6 +86,7 @@ type nearSite struct {
 	dials        []string   // addresses that edge1 has dialled
 	dialled      []string   // endpoints that edge2 has dialled
 	dialEndpoint func(addr string) (net.Conn, error)
+	datagrams    string // where datagrams to endpoints of edge2 lead
 }
 
 var lanAddr = netip.MustParseAddr("192.168.77.2")
@@ -151,6 +157,10 @@ func makeNearSite(t *testing.T) *nearSite {
 		dial := s.dialEndpoint
 		s.mu.Unlock()
 		return dial(addr)
+	}, udp: func() string {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		return s.datagrams
 	}}), NearConfig{Listen: netip.MustParseAddrPort("127.0.0.1:0"), Certificate: s.cert2.Load, Verify: verify})
 	s.two.grace = 100 * time.Millisecond
 	return s
@@ -207,6 +217,32 @@ func TestNear(t *testing.T) {
 	if n := s.two.counts.opened.Load(); n != 2 {
 		t.Errorf("edge2 counts %d conns", n)
 	}
+	testkit.Eventually(t, "edge2 has no conn", func() bool { return s.two.callers.live() == 0 })
+}
+
+// Datagrams take the LAN, too, and come back. One conn has all flows to an endpoint.
+func TestNearDatagrams(t *testing.T) {
+	s := newNearSite(t)
+	s.datagrams = echoDatagrams(t)
+	changes := &pb.Changes{Set: []*pb.Item{item(t, far4, datagramEndpoint("10.88.2.5", "edge2", 5353))}}
+	s.applyOnTwo(changes)
+	r := s.one.relay
+	if _, _, err := r.applySeries([]*pb.Changes{changes}); err != nil {
+		t.Fatal(err)
+	}
+	d := newDoor(t.Context(), r, failing(t))
+	if err := d.open(); err != nil {
+		t.Fatal(err)
+	}
+	for range 3 {
+		askTimes(t, r.kernel.(*fake), d, 10)
+	}
+	s.want("three flows", 1, 0)
+	if n := s.two.callers.live(); n != 1 {
+		t.Errorf("edge2 has %d conns, want 1", n)
+	}
+	d.close()
+	d.drain()
 	testkit.Eventually(t, "edge2 has no conn", func() bool { return s.two.callers.live() == 0 })
 }
 
@@ -748,7 +784,7 @@ func FuzzNear(f *testing.F) {
 		} else if found && len(before) < maxNear {
 			t.Errorf("%q: %v", text, err)
 		}
-		if target, err := parseNear(line); err == nil && target.String() != line {
+		if target, err := services.ParseTarget(line); err == nil && target.String() != line {
 			t.Errorf("%q is parsed as %q", line, target)
 		}
 		if refusal, err := readAnswer(strings.NewReader(text)); err == nil && refusal != nil {

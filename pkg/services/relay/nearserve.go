@@ -162,9 +162,9 @@ func (n *Near) serve(
 // dialOwn connects to the endpoint that another edge asks for. It permits what the cloud would permit: an endpoint on
 // this node, of a Service that edges relay. Then Edge.serve decides, as it does for a conn through the cloud.
 func (n *Near) dialOwn(ctx context.Context, node tunnel.NodeName, line string) (net.Conn, error) {
-	t, err := parseNear(line)
+	t, err := services.ParseTarget(line)
 	if err != nil {
-		return nil, err
+		return nil, tunnel.Refusef(tunnel.Denied, "%v", err)
 	}
 	at, ok := n.relay.ownEndpoint(t)
 	if !ok {
@@ -174,7 +174,7 @@ func (n *Near) dialOwn(ctx context.Context, node tunnel.NodeName, line string) (
 	ctx, cancel := context.WithTimeout(ctx, attemptTimeout)
 	defer cancel()
 	return n.edge.serve(ctx, tunnel.Request{
-		Category: name, Network: "tcp", Addr: at.String(), Caller: "node " + string(node),
+		Category: name, Network: t.Network(), Addr: at.String(), Caller: "node " + string(node),
 	})
 }
 
