@@ -125,8 +125,9 @@ func (c *cluster) endpoint(service, n int, ready bool) object {
 }
 
 func sliceOf(service int, all []object) object {
-	s := named("EndpointSlice", "discovery.k8s.io/v1", generated(serviceName(service)+"-", service), object{"addressType": "IPv4",
-		"endpoints": all, "ports": []object{{"name": "http", "protocol": "TCP", "port": targetPort}}})
+	s := named("EndpointSlice", "discovery.k8s.io/v1", generated(serviceName(service)+"-", service), object{
+		"addressType": "IPv4", "endpoints": all,
+		"ports": []object{{"name": "http", "protocol": "TCP", "port": targetPort}}})
 	s["metadata"].(object)["labels"] = object{"kubernetes.io/service-name": serviceName(service)}
 	return s
 }
