@@ -186,6 +186,10 @@ func TestAlertsAndDashboard(t *testing.T) {
 	}
 	read("kustomize/components/alerts/prometheusrule.yaml", &rule)
 	alerts := make(map[string]bool)
+	page, err := os.ReadFile(filepath.Join(deployment, "..", "docs", "troubleshooting.md"))
+	if err != nil {
+		t.Fatal(err)
+	}
 	for _, group := range rule.Spec.Groups {
 		for _, r := range group.Rules {
 			check(r.Alert, r.Expr)
@@ -195,6 +199,9 @@ func TestAlertsAndDashboard(t *testing.T) {
 			}
 			if _, err := os.Stat(filepath.Join(deployment, "..", r.Annotations.Page)); err != nil {
 				t.Errorf("%s: %v", r.Alert, err)
+			}
+			if row := "\n| `" + r.Alert + "` | "; !strings.Contains(string(page), row) {
+				t.Errorf("docs/troubleshooting.md has no row for the alert %s", r.Alert)
 			}
 			alerts[r.Alert] = true
 			// Edges renew short-lived certificates: three days before the end are no fault of theirs, nor of a cloud's own

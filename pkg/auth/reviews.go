@@ -288,7 +288,7 @@ func (g *Gate) byReview(
 			"the token is of %q, which is not in serviceaccounts of [mode.cloud.join]", a.review.User))
 	case a.review.Node == "":
 		return accountProof{}, refusal("the ServiceAccount token names no node; " +
-			"it must be projected into the pod (serviceAccountToken), by Kubernetes 1.32 or later")
+			"it must be projected into the pod (serviceAccountToken), by Kubernetes 1.30 or later")
 	case a.review.Node != string(node):
 		return accountProof{}, refusal("the ServiceAccount token is of a pod on another node")
 	}

@@ -32,11 +32,11 @@ const day = 24 * 60 * 60
 
 var scaleTable = []scaled{
 	{"replicas", func(u units, n float64) string { return count(u.replicas(n)) }},
-	{"nodes of one while another is away", func(u units, n float64) string { return count(u.held(n)) }},
+	{"nodes of a replica, one other down", func(u units, n float64) string { return count(u.held(n)) }},
 	{"memory of a replica", func(u units, n float64) string {
 		return size(u["base-memory"]*1024*1024 + u.held(n)*u["node-memory"]*1024 + (n-u.held(n))*u["known-memory"])
 	}},
-	{"memory of them for `sessions = \"all\"`, each",
+	{"memory of a replica with `sessions = \"all\"`",
 		func(u units, n float64) string { return size(n * u["node-memory"] * 1024) }},
 	{"idle: processors of a replica", func(u units, n float64) string { return num(u.held(n) * u["idle-cpu"] / 1e6) }},
 	{"idle: a replica's wire", func(u units, n float64) string { return size(u.held(n)*u["idle-wire"]) + "/s" }},
@@ -53,7 +53,7 @@ var scaleTable = []scaled{
 	}},
 	{"all join: TokenReviews take", func(u units, n float64) string { return num(n/(u["reviews"]*u.others(n))) + " s" }},
 	{"all join: TokenReviews in a second", func(u units, n float64) string { return num(u["reviews"] * u.others(n)) }},
-	{"a replica comes: its words to all edges", func(u units, n float64) string {
+	{"a replica starts: list of replicas to all edges", func(u units, n float64) string {
 		return size(n * (u.replicas(n)*u["instance-wire"] + u["message-wire"]))
 	}},
 	{"the hosts key", func(u units, n float64) string { return size(n * u["line"]) }},

@@ -387,7 +387,7 @@ type Hello struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Version       uint32                 `protobuf:"varint,1,opt,name=version,proto3" json:"version,omitempty"`                   // of the protocol; both must be equal
 	Software      string                 `protobuf:"bytes,2,opt,name=software,proto3" json:"software,omitempty"`                  // for people
-	Capabilities  []string               `protobuf:"bytes,3,rep,name=capabilities,proto3" json:"capabilities,omitempty"`          // optional features of this side: "abort"
+	Capabilities  []string               `protobuf:"bytes,3,rep,name=capabilities,proto3" json:"capabilities,omitempty"`          // optional features of this side: "abort", "renew", "services"
 	Session       string                 `protobuf:"bytes,4,opt,name=session,proto3" json:"session,omitempty"`                    // cloud: the id of the session
 	MaxConns      uint32                 `protobuf:"varint,5,opt,name=max_conns,json=maxConns,proto3" json:"max_conns,omitempty"` // cloud: conns that this session may have at once
 	Instance      string                 `protobuf:"bytes,6,opt,name=instance,proto3" json:"instance,omitempty"`                  // the id of the process, another one after each start
@@ -617,7 +617,7 @@ func (x *Heartbeat) GetRoundTrip() int64 {
 // Open asks the edge's module of that category to dial (type "open").
 type Open struct {
 	state   protoimpl.MessageState `protogen:"open.v1"`
-	Network string                 `protobuf:"bytes,1,opt,name=network,proto3" json:"network,omitempty"`  // "tcp" or "tls"
+	Network string                 `protobuf:"bytes,1,opt,name=network,proto3" json:"network,omitempty"`  // "tcp", "tls" or "udp"
 	Caller  string                 `protobuf:"bytes,2,opt,name=caller,proto3" json:"caller,omitempty"`    // who asked, for the edge's policy and log
 	Relayed bool                   `protobuf:"varint,3,opt,name=relayed,proto3" json:"relayed,omitempty"` // the request came in on another replica
 	// To a replica (category "relay") only: what it is to ask for in its own session.
