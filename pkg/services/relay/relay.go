@@ -83,6 +83,10 @@ type Config struct {
 	// address is one of this machine. nil stands for a function that always returns false. Home uses both.
 	InContainer, IsOwn func(netip.Addr) bool
 
+	// Left is closed when the next process of this edge takes over; nothing is sent. Then Run serves callers until that
+	// process does. nil: never.
+	Left <-chan struct{}
+
 	Datagrams udp.EdgeConfig // of the UDP sockets to endpoints; New sets Core, Log and OneTarget
 	DNS       DNS            // answers DNS queries of pods; nil: the edge answers none
 	Domain    string         // the cluster's DNS domain, such as cluster.local; used only if DNS is set
@@ -177,28 +181,37 @@ func (r *Relay) Run(ctx context.Context) error {
 	defer endConns()
 	serving, fail := context.WithCancelCause(ctx)
 	defer fail(nil)
+	called, endCalls := context.WithCancel(context.WithoutCancel(ctx)) // lasts as long as callers are served
+	defer endCalls()
 	door := newDoor(connCtx, r, fail)
 	r.guard(fail, func() error { r.apply(door); return nil }) // without waiting for the cloud
-	var running sync.WaitGroup
+	var keeping, running sync.WaitGroup
+	keeping.Go(func() { r.guard(fail, func() error { r.follow(serving, file); return nil }) })
+	keeping.Go(func() {
+		r.guard(fail, func() error { file.keep(serving, r.noteFile, r.adopt, r.lastCurrent); return nil })
+	})
 	start := func(f func() error) { running.Go(func() { r.guard(fail, f) }) }
-	start(func() error { r.follow(serving, file); return nil })
-	start(func() error { file.keep(serving, r.noteFile, r.adopt, r.lastCurrent); return nil })
-	start(func() error { return r.direct.Run(serving) })
+	start(func() error {
+		keeping.Wait()
+		r.noteCurrent(false, nil)
+		file.close(r.lastCurrent()) // the next process waits for the file
+		return nil
+	})
+	start(func() error { return r.direct.Run(called) })
 	if r.dnsKernel != nil {
-		start(func() error { r.serveDNS(serving, fail); return nil })
+		start(func() error { r.serveDNS(called, fail); return nil })
 	}
 	if r.cfg.Full {
 		start(func() error { r.serveHealth(serving, fail); return nil })
 	}
 	r.guard(fail, func() error { r.serve(serving, door); return nil })
+	endCalls()
 	var err error
 	if ctx.Err() == nil {
 		err = context.Cause(serving)
 		endConns() // ctx is not done, so nothing else would end them
 	}
 	running.Wait()
-	r.noteCurrent(false, nil)
-	file.close(r.lastCurrent())
 	door.drain()
 	if removeErr := r.kernel.remove(); removeErr != nil {
 		r.log.Warn("the table of nftables cannot be removed", "err", removeErr)
@@ -216,7 +229,15 @@ func (r *Relay) guard(fail context.CancelCauseFunc, f func() error) {
 // interval is how often the relay checks that its rules are still in the kernel, and tries again what has failed.
 const interval = 10 * time.Second
 
-// serve keeps the kernel's rules as the plan says until ctx is done. Then serve removes the redirects.
+const (
+	// successorTime bounds how long the relay waits for the rules of the next process. That process needs the file first.
+	successorTime = 10 * time.Second
+	// successorPause is how often the relay looks for these rules.
+	successorPause = 20 * time.Millisecond
+)
+
+// serve keeps the kernel's rules as the plan says until ctx is done. Then serve removes the redirects. If the next
+// process of this edge takes over, serve waits for its rules before.
 func (r *Relay) serve(ctx context.Context, d *door) {
 	defer d.close()
 	ticker := time.NewTicker(r.every)
@@ -224,6 +245,9 @@ func (r *Relay) serve(ctx context.Context, d *door) {
 	for {
 		select {
 		case <-ctx.Done():
+			if tunnel.IsClosed(r.cfg.Left) {
+				r.awaitSuccessor(d)
+			}
 			return
 		case <-r.wake:
 		case <-ticker.C:
@@ -233,6 +257,18 @@ func (r *Relay) serve(ctx context.Context, d *door) {
 			}
 		}
 		r.apply(d)
+	}
+}
+
+// awaitSuccessor waits until the rules of the next process are in the kernel in place of those of this process, but no
+// longer than successorTime.
+func (r *Relay) awaitSuccessor(d *door) {
+	end := time.Now().Add(successorTime)
+	stands := func() bool {
+		return d.programmed && r.kernel.intact() || r.dnsKernel != nil && r.dnsKernel.intact()
+	}
+	for stands() && time.Now().Before(end) {
+		time.Sleep(successorPause)
 	}
 }
 

@@ -326,6 +326,37 @@ func TestStreamEnds(t *testing.T) {
 	testkit.Eventually(t, "the state is current again", func() bool { return r.Note() == "" })
 }
 
+// When the next process of the edge takes over, it has its rules in the kernel before those of this process go.
+func TestTakenOver(t *testing.T) {
+	k, c := new(fake), newCloud()
+	r, _ := newTestRelay(t, k, c)
+	left := make(chan struct{})
+	r.cfg.Left = left
+	old := testkit.Run(t, r.Run)
+	<-c.nexts
+	c.batches <- batch(t, false, shop(t))
+	<-c.nexts
+	wantRedirected(t, k, both...)
+
+	close(left)
+	old.Cancel()
+	k2, c2 := new(fake), newCloud()
+	next := again(r, k2, c2)
+	next.cfg.Left = nil
+	testkit.Run(t, next.Run)
+	wantRedirected(t, k2, both...) // by the file, which is free
+	if got := k.redirected(); !slices.Equal(got, both) {
+		t.Errorf("before the kernel has the new rules, the old ones redirect %v", got)
+	}
+	k.mu.Lock()
+	k.replaced = true
+	k.mu.Unlock()
+	old.Stop()
+	if got := k.redirected(); len(got) > 0 {
+		t.Errorf("after that, they redirect %v", got)
+	}
+}
+
 // A first series that breaks off again and again arrives in parts: each stream claims the buckets that the streams
 // before it have brought whole, and nothing is applied before the end.
 func TestFirstSeriesInParts(t *testing.T) {

@@ -31,6 +31,7 @@ type fake struct {
 	programs int        // calls of program
 	changes  int        // calls of change
 	removals int        // calls of removeLeft
+	replaced bool       // another process has replaced the table
 	broken   error      // what open answers
 	to       netip.AddrPort
 	sentTo   map[netip.AddrPort]netip.AddrPort // where callers of UDP have sent to
@@ -115,7 +116,7 @@ func (f *fake) destination(caller, _ netip.AddrPort) (netip.AddrPort, error) {
 func (f *fake) intact() bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	return f.table != nil
+	return f.table != nil && !f.replaced
 }
 
 func (f *fake) remove() error {
