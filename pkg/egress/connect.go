@@ -320,12 +320,12 @@ func (c *connectConn) CloseWrite() error {
 	return errors.ErrUnsupported
 }
 
-// CloseRead stops reading, if the connection can.
+// CloseRead stops reading. TLS has no CloseRead, so there a deadline ends the read.
 func (c *connectConn) CloseRead() error {
 	if cr, ok := c.Conn.(interface{ CloseRead() error }); ok {
 		return cr.CloseRead()
 	}
-	return nil
+	return c.SetReadDeadline(time.Unix(1, 0))
 }
 
 // Reset aborts the connection.

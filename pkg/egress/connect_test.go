@@ -9,6 +9,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"os"
 	"strings"
 	"syscall"
 	"testing"
@@ -226,4 +227,22 @@ func FuzzConnect(f *testing.F) {
 			t.Fatalf("%q does not end with %q", b, c.buffered)
 		}
 	})
+}
+
+// A conn without CloseRead, such as one with TLS, stops reading as well.
+func TestCloseReadWithoutOne(t *testing.T) {
+	ours, theirs := net.Pipe()
+	defer theirs.Close()
+	c := &connectConn{Conn: ours, gap: newAnswerGap()}
+	ended := make(chan error, 1) // one send
+	go func() {
+		_, err := c.Read(make([]byte, 1))
+		ended <- err
+	}()
+	if err := c.CloseRead(); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-ended; !errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Errorf("the read ends with %v", err)
+	}
 }

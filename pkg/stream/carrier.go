@@ -324,8 +324,11 @@ func (c *carrier) thin(n int) bool {
 			// The kernel's rate may be old, and the link may have become thin since. So the
 			// turns' rate grows with what the link has accepted.
 			c.turns.SetRate(min(rate, max(c.far.sizes().firstRate, growth*wrote)))
-			if path.unsent >= c.unsent/2 { // otherwise a low rate only shows that little was sent
-				c.narrow.Store(rate > 0 && rate < narrowRate)
+			switch {
+			case rate >= narrowRate:
+				c.narrow.Store(false)
+			case path.unsent >= c.unsent/2: // otherwise a low rate only shows that little was sent
+				c.narrow.Store(rate > 0)
 			}
 			unsent := c.far.sizes().unsent
 			if c.isThin {

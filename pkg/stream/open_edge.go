@@ -162,6 +162,9 @@ func (s *serving) Abort() { s.cancel() }
 
 // serveOpen registers an open as a topic of the session and serves it by way, or refuses it.
 func (s *edgeSession) serveOpen(m *tunnel.Message, way openWay, dial tunnel.DialFunc) error {
+	if len(m.Topic) > maxTopic {
+		return errTopic
+	}
 	r, err := s.requestOf(m)
 	if err != nil {
 		return fmt.Errorf("open: %w", err)
@@ -184,6 +187,8 @@ func (s *edgeSession) serveOpen(m *tunnel.Message, way openWay, dial tunnel.Dial
 	})
 	return nil
 }
+
+var errTopic = fmt.Errorf("a topic has more than %d bytes", maxTopic)
 
 // requestOf returns the request of an open.
 func (s *edgeSession) requestOf(m *tunnel.Message) (tunnel.Request, error) {
@@ -244,7 +249,7 @@ func (s *edgeSession) logEnded(name, target string, bytes int64, started time.Ti
 
 // cannotOpen is the refusal of an open whose target was reached.
 func (s *edgeSession) cannotOpen(err error) error {
-	return tunnel.Refusef(tunnel.Internal, "node %s reached the target and cannot open the conn: %v", s.pub.Node, err)
+	return tunnel.Refusef(tunnel.Internal, "%s reached the target and cannot open the conn: %v", s.peer(), err)
 }
 
 // openConn makes this end of a conn over way. remote is the address at the other end. asked and gone are
@@ -323,7 +328,7 @@ func (s *edgeSession) refuse(way openWay, err error) {
 // refuseUnknown refuses an open for a module that this edge does not have, so that the caller does
 // not wait until its timeout.
 func (s *edgeSession) refuseUnknown(m *tunnel.Message, way openWay) {
-	s.refuse(way, tunnel.Refusef(tunnel.Internal, "node %s runs no module %q", s.pub.Node, m.Category))
+	s.refuse(way, tunnel.Refusef(tunnel.Internal, "%s runs no module %q", s.peer(), m.Category))
 }
 
 // nobody handles a message on the control stream that has no handler. It refuses an open, since this edge does not
@@ -341,6 +346,9 @@ func (s *edgeSession) cancelTopic(m *tunnel.Message) error {
 	if t := s.lookup(m.Topic); t != nil {
 		t.Abort()
 		return nil
+	}
+	if len(m.Topic) > maxTopic {
+		return errTopic
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()

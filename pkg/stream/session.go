@@ -141,7 +141,7 @@ func (s *session) registerLocked(name string, t topic) *tunnel.Refusal {
 		return s.endedRefusal()
 	case int64(len(s.topics)) >= s.maxConns:
 		s.counters.Limited(tunnel.LimitConns)
-		return tunnel.Refusef(tunnel.Overloaded, "limit conns: node %s has %d conns", s.pub.Node, s.maxConns)
+		return tunnel.Refusef(tunnel.Overloaded, "limit conns: %s has %d conns", s.peer(), s.maxConns)
 	case s.topics[name] != nil:
 		return tunnel.Refusef(tunnel.Internal, "topic %s is in use", name)
 	}
@@ -153,7 +153,15 @@ func (s *session) registerLocked(name string, t topic) *tunnel.Refusal {
 
 // endedRefusal says that the session has ended.
 func (s *session) endedRefusal() *tunnel.Refusal {
-	return tunnel.Refusef(tunnel.Gone, "the session of node %s has ended", s.pub.Node)
+	return tunnel.Refusef(tunnel.Gone, "the session of %s has ended", s.peer())
+}
+
+// peer names the other end in refusals.
+func (s *session) peer() string {
+	if s.pub.Node == "" {
+		return "another replica"
+	}
+	return "node " + string(s.pub.Node)
 }
 
 // closedLocked says why the edge takes no new conns. nil means that it takes them. The caller holds mu.
@@ -162,7 +170,7 @@ func (s *session) closedLocked() *tunnel.Refusal {
 	case s.err != nil:
 		return s.endedRefusal()
 	case s.leaving:
-		return tunnel.Refusef(tunnel.Draining, "node %s is about to disconnect", s.pub.Node)
+		return tunnel.Refusef(tunnel.Draining, "%s is about to disconnect", s.peer())
 	}
 	return nil
 }

@@ -193,8 +193,8 @@ const (
 	// messages wait does not read, so its session ends.
 	outboxSize    = 256
 	outboxPerConn = 4
-	// maxAddr is the longest target, in bytes. A DNS name and a port need 259.
-	maxAddr = 512
+	// maxTopic is the longest topic of an open and of a cancel, in bytes. A topic is a UUID.
+	maxTopic = 64
 )
 
 // serverOptions are the settings of the gRPC server. gRPC's defaults are too open for a public

@@ -142,8 +142,12 @@ type waiter struct {
 }
 
 // Enter waits for room for an open, until ctx is done or the channel ended is closed. When
-// Enter returns nil, the caller must call Dialled once and Over once.
+// Enter returns nil, the caller must call Dialled once and Over once. Enter refuses an address above
+// MaxAddr, because the queue remembers addresses.
 func (q *Queue) Enter(ctx context.Context, ended <-chan struct{}, r Request) *Refusal {
+	if len(r.Addr) > MaxAddr {
+		return Refusef(Unreachable, "a target has %d bytes at most, and this one has %d", MaxAddr, len(r.Addr))
+	}
 	began := time.Now()
 	q.mu.Lock()
 	t := q.targetLocked(r.Addr)

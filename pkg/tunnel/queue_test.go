@@ -232,6 +232,18 @@ func TestQueueNoWait(t *testing.T) {
 	})
 }
 
+// The queue refuses an address that is too long, and does not remember it.
+func TestQueueLongAddress(t *testing.T) {
+	q := &Queue{Conns: 1}
+	refusal := q.Enter(t.Context(), nil, Request{Addr: strings.Repeat("a", MaxAddr+1)})
+	if refusal == nil || refusal.Code != Unreachable || len(q.targets) != 0 {
+		t.Errorf("%v, and %d targets are remembered", refusal, len(q.targets))
+	}
+	if refusal := q.Enter(t.Context(), nil, Request{Addr: strings.Repeat("a", MaxAddr)}); refusal != nil {
+		t.Error(refusal)
+	}
+}
+
 // A waiter whose caller leaves, or whose session ends, leaves the queue at once and takes no room.
 func TestQueueWaiterLeaves(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -120,6 +120,9 @@ func (r *Request) Chose() {
 	}
 }
 
+// MaxAddr is the longest Request.Addr, in bytes. A DNS name and a port need 259.
+const MaxAddr = 512
+
 // NetworkUDP is the network of a request for a conn that carries datagrams, as frames of pkg/udp.
 const NetworkUDP = "udp"
 

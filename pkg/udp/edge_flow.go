@@ -77,7 +77,6 @@ type edgeFlow struct {
 func (c *edgeConn) Close() error {
 	c.wire.Reset() //nolint:errcheck // it never fails
 	c.running.Wait()
-	c.edge.forget(c)
 	return nil
 }
 
@@ -466,6 +465,7 @@ func (c *edgeConn) endLocked(f *edgeFlow) {
 
 // endAll implements wire.ended: the conn has ended, and so have its flows.
 func (c *edgeConn) endAll() {
+	c.edge.forget(c)
 	c.cancel()
 	c.mu.Lock()
 	defer c.unlock()

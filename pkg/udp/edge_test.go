@@ -543,3 +543,20 @@ func TestMemoryOfAFlow(t *testing.T) {
 		}
 	})
 }
+
+// The edge forgets a conn that is reset and not closed, as when a session cannot open it.
+func TestResetConnIsForgotten(t *testing.T) {
+	e := NewEdge(policy(t), EdgeConfig{Log: slog.New(slog.DiscardHandler)})
+	c, err := e.Open(t.Context(), tunnel.Request{Network: "udp"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	tunnel.Reset(c)
+	e.mu.Lock()
+	n := len(e.conns)
+	e.mu.Unlock()
+	if n != 0 {
+		t.Errorf("%d conns are left", n)
+	}
+	c.Close()
+}
