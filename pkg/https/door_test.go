@@ -633,6 +633,12 @@ func TestPanics(t *testing.T) {
 	if n := r.door.cfg.Counters.Panics.Load(); n != 1 {
 		t.Errorf("%d panics are counted", n)
 	}
+	// Terminated, net/http dials in a goroutine of its own.
+	res, body := get(t, r.client(r.caller("127.0.0.1"), false), "https://edge1/")
+	wantStatus(t, res, body, http.StatusBadGateway, "internal error")
+	if n := r.door.cfg.Counters.Panics.Load(); n != 2 {
+		t.Errorf("%d panics are counted", n)
+	}
 	r.tunnel.set(func(f *fakeTunnel) { f.hook = nil })
 	must(t, tls.Client(r.tcp(), direct(r)).Handshake())
 

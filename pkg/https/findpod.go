@@ -295,7 +295,9 @@ func (p *proxy) probeAll(ctx context.Context, nodes []tunnel.NodeName, ref podRe
 			if probed {
 				actx, cancel := context.WithTimeout(ctx, p.finder.timeoutFor(n))
 				defer cancel()
-				err = p.probeNode(actx, n, ref, caller)
+				err = tunnel.Guard(p.f.log, p.f.cfg.Counters, "the question to the kubelet ends", func() error {
+					return p.probeNode(actx, n, ref, caller)
+				})
 			}
 			mu.Lock()
 			defer mu.Unlock()

@@ -53,7 +53,12 @@ func newProxy(live context.Context, f *FrontDoor) *proxy {
 	p.probeNode = p.probe
 	p.dial = func(ctx context.Context, h hop, onClose func()) (net.Conn, error) {
 		p.targets.Add(1)
-		c, err := f.dialTarget(ctx, live, h)
+		var c net.Conn
+		// net/http dials in a goroutine of its own, which recovers nothing.
+		err := tunnel.Guard(f.log, f.cfg.Counters, "the request ends", func() (err error) {
+			c, err = f.dialTarget(ctx, live, h)
+			return err
+		})
 		if err != nil {
 			p.targets.Done()
 			return nil, err
