@@ -77,7 +77,13 @@ func TestCertRenew(t *testing.T) {
 		return o.certificates(o.edge).Processes[0].Own.Serial
 	}
 	before := serial()
-	o.want(exitOK, "cert", "renew", "-c", o.edge)
+	var shown api.CertificateList
+	if err := json.Unmarshal([]byte(o.want(exitOK, "cert", "renew", "-c", o.edge, "-o", "json")), &shown); err != nil {
+		t.Fatal(err)
+	}
+	if got := shown.Processes[0].Own.Serial; got == before {
+		t.Errorf("renew shows the old certificate, with the serial %s", got)
+	}
 	testkit.Within(t, 15*time.Second, "the edge uses its new certificate", func() error {
 		if serial() == before {
 			return fmt.Errorf("its serial is still %s", before)

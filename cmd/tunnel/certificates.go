@@ -99,7 +99,11 @@ func (w *cloudWiring) held() api.Held {
 func (w *edgeWiring) held() api.Held {
 	var h api.Held
 	if w.proof.pair != nil {
-		own := api.NewCertificate(tunnel.CertificateOf(w.proof.pair.Certificate().Leaf))
+		leaf := w.proof.pair.Certificate().Leaf
+		if w.renewal != nil { // right after a renewal, the pair has not read the file yet
+			leaf = cmp.Or(w.renewal.Current(), leaf)
+		}
+		own := api.NewCertificate(tunnel.CertificateOf(leaf))
 		h.Own = &own
 	}
 	if w.renewal != nil {

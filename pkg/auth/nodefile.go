@@ -110,7 +110,10 @@ func replaceSecret(path string, reference fs.FileInfo, content []byte) (err erro
 	if err := f.Sync(); err != nil {
 		return err
 	}
-	return os.Rename(f.Name(), path)
+	if err := os.Rename(f.Name(), path); err != nil {
+		return err
+	}
+	return SyncFolder(filepath.Dir(path))
 }
 
 // sameOwner sets the owner and the group of f to those of reference; nil: f stays as it is. It changes

@@ -75,6 +75,7 @@ var metadataNetworks = []netip.Prefix{
 	netip.MustParsePrefix("168.63.129.16/32"),    // Azure
 	netip.MustParsePrefix("fe80::a9fe:a9fe/128"), // OpenStack
 	netip.MustParsePrefix("fd00:c1::/32"),        // Oracle
+	netip.MustParsePrefix("fd00:42::42/128"),     // Scaleway
 }
 
 // ipv4InIPv6 are IPv6 networks whose addresses hold an IPv4 address behind the prefix. A packet to

@@ -249,6 +249,9 @@ func (r *Renewal) renew(ctx context.Context) error {
 	return nil
 }
 
+// Current returns the certificate that Run has last read or written; nil: there was none yet.
+func (r *Renewal) Current() *x509.Certificate { return r.current.Load() }
+
 // At returns when the certificate is renewed at the latest. Before Run has read the certificate, At returns zero.
 func (r *Renewal) At() time.Time {
 	leaf := r.current.Load()

@@ -143,12 +143,31 @@ func (s *Signer) sign(ctx context.Context, node tunnel.NodeName, request []byte)
 		Type: "Approved", Status: "True", Reason: "NodeProven",
 		Message: "the cloud of the tunnel has seen that it comes from node " + string(node),
 	}}
-	// On a conflict, another approver has already approved or denied the request; wait reads the decision.
-	err = s.objects.patch(limited, path.Join(objectPath, "approval"), approval, new(object))
-	if err != nil && !apierrors.IsConflict(err) {
+	if err := s.approve(limited, objectPath, approval); err != nil {
 		return nil, err
 	}
 	return s.wait(limited, objectPath)
+}
+
+// approveTries is how often approve tries while other programs change the request.
+const approveTries = 5
+
+// approve approves a request, unless another approver has already approved or denied it: wait reads the decision.
+func (s *Signer) approve(ctx context.Context, objectPath string, approval certificateRequest) error {
+	for try := 1; ; try++ {
+		err := s.objects.patch(ctx, path.Join(objectPath, "approval"), approval, new(object))
+		if err == nil || !apierrors.IsConflict(err) || try == approveTries {
+			return err
+		}
+		var now certificateRequest
+		if err := s.objects.get(ctx, objectPath, &now); err != nil {
+			return err
+		}
+		if len(now.Status.Conditions) > 0 {
+			return nil
+		}
+		approval.Metadata.ResourceVersion = now.Metadata.ResourceVersion // another program has added a label, for example
+	}
 }
 
 // wait polls the request at objectPath until it is signed or refused, or ctx is done.

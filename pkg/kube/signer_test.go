@@ -293,6 +293,8 @@ func TestSignFails(t *testing.T) {
 		{"approved by another client", gives(nil),
 			map[string][]error{"approve": {apierrors.NewConflict(resource, "x", errors.New("changed"))}},
 			"no certificate within", 0},
+		{"changed by another client", good,
+			map[string][]error{"approve": {apierrors.NewConflict(resource, "x", errors.New("changed"))}}, "", 0},
 		{"no certificate", gives([]byte("hello")), nil, "no PEM block CERTIFICATE", 0},
 		{"not a certificate", gives(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: []byte("hello")})), nil,
 			"x509", 0},

@@ -21,10 +21,11 @@ type rooted struct {
 	file string       // the file of cas
 	log  *slog.Logger
 
-	mu    sync.Mutex // guards the following
-	leaf  *tls.Certificate
-	pool  *x509.CertPool
-	chain *tls.Certificate // what get made of leaf and pool
+	mu     sync.Mutex // guards the following
+	leaf   *tls.Certificate
+	pool   *x509.CertPool
+	chain  *tls.Certificate // what get made of leaf and pool
+	unread bool             // the last try to read file has failed, and was logged
 }
 
 // ServerCertificate returns the GetCertificate of the gRPC port's tls.Config. With cloudca in
@@ -50,12 +51,16 @@ func (r *rooted) get(*tls.ClientHelloInfo) (*tls.Certificate, error) {
 	if r.leaf == pair && r.pool == pool {
 		return r.chain, nil
 	}
-	r.leaf, r.pool, r.chain = pair, pool, pair
 	cas, err := readCertificates("mode.cloud.join: cloudca", r.file)
-	if err == nil {
-		r.chain, err = withRoot(pair, cas)
+	if err != nil { // the next handshake reads the file again
+		if !r.unread {
+			r.log.Error("no edge can join by a join token", "err", rootProblem(err, r.cert, r.file))
+		}
+		r.unread = true
+		return pair, nil
 	}
-	if err != nil {
+	r.leaf, r.pool, r.unread = pair, pool, false
+	if r.chain, err = withRoot(pair, cas); err != nil {
 		r.log.Error("no edge can join by a join token", "err", rootProblem(err, r.cert, r.file))
 	}
 	return r.chain, nil

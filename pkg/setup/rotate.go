@@ -372,14 +372,12 @@ func (r *rotation) halfPair() bool {
 	return ok && !public.Equal(r.leaf.PublicKey)
 }
 
-// replace gives a file that exists a new content. The mode and the owner of the file stay.
+// replace gives a file that exists a new content. The mode and the owner of the file stay. After a power loss, no later
+// file of a step is there without this one.
 func (r *rotation) replace(path string, content []byte) error {
 	info, err := os.Stat(path)
 	if err == nil {
 		err = replaceFile(path, content, info)
-	}
-	if err == nil {
-		err = auth.SyncFolder(filepath.Dir(path)) // after a power cut, no later file of a step is there without this one
 	}
 	if err != nil {
 		return fmt.Errorf("replacing %s: %w", path, reasonOf(err))

@@ -141,6 +141,8 @@ func replaceFile(path string, content []byte, like fs.FileInfo) error {
 	}
 	if err != nil {
 		os.Remove(tmp.Name()) //nolint:errcheck // the caller reports the first error
+		return err
 	}
-	return err
+	// After a power loss, a revocation that the operator has been told of must still be there.
+	return auth.SyncFolder(filepath.Dir(path))
 }
