@@ -148,6 +148,7 @@ func (joinedNodes) Name() string { return "services-nodes" }
 
 // Run implements tunnel.Module.
 func (j joinedNodes) Run(ctx context.Context) error {
+	defer j.services.Stop() // the module that reads Services ends, too
 	began := time.Now()
 	known := func() bool {
 		// An inventory without a place of its own, for the admin socket alone, is empty after a start.

@@ -149,10 +149,14 @@ func behind(host string, s *services.Service, all []services.Named, port uint16)
 			found = add(found, e.Endpoint, services.TargetPort(e.Endpoint, served))
 		}
 	}
-	if len(found) == 0 {
-		return nil, tunnel.Refusef(tunnel.Refused, "no endpoint of the Service %s is ready", host)
+	switch {
+	case len(found) > 0:
+		return found, nil
+	case s.GetInternalLocal():
+		return nil, tunnel.Refusef(tunnel.Refused, "only callers on the nodes of its endpoints may use the Service %s "+
+			"(internalTrafficPolicy: Local)", host)
 	}
-	return found, nil
+	return nil, tunnel.Refusef(tunnel.Refused, "no endpoint of the Service %s is ready", host)
 }
 
 // headless returns the endpoints of a headless Service that have a port. With below, it returns only the endpoint with

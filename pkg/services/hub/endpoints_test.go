@@ -74,7 +74,7 @@ func TestEndpoints(t *testing.T) {
 		{"10-88-1-9.db.shop.svc.cluster.local", 8080, "edge1 10.88.1.9:8080"},
 		{"10-88-2-2.db.shop.svc", 8080, "refused: no endpoint"},
 		{"db.shop.svc", 22, "refused: no endpoint"},
-		{"near.shop.svc", 80, "refused: no endpoint"},
+		{"near.shop.svc", 80, "refused: only callers on the nodes of its endpoints may use"},
 		{"alias.shop.svc", 80, "unreachable: the Service alias.shop.svc is an alias: connect to example.com"},
 		{"other.shop.svc", 80, "unreachable: no edge serves the Service other.shop.svc"},
 		{"10.96.0.3", 80, ""},

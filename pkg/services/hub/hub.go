@@ -78,6 +78,7 @@ type Hub struct {
 	floor    uint64
 	changed  tunnel.Change // tells the goroutines of Watch that seq has grown
 	served   chan struct{} // closed when ready becomes true; nothing is sent
+	stopped  chan struct{} // closed by Stop; nothing is sent
 	watchers map[tunnel.NodeName]*watcher
 	cache    cache
 }
@@ -94,7 +95,7 @@ type change struct {
 func New(cfg Config) *Hub {
 	h := &Hub{
 		cfg: cfg, log: cfg.Log.With("module", Category), joined: make(map[tunnel.NodeName]bool),
-		named: !cfg.AwaitNodes, served: make(chan struct{}),
+		named: !cfg.AwaitNodes, served: make(chan struct{}), stopped: make(chan struct{}),
 		deleted: make(map[services.Path]*change), watchers: make(map[tunnel.NodeName]*watcher),
 	}
 	if cfg.Domain != "" {
@@ -144,8 +145,7 @@ func nodeOf(p services.Path) (_ tunnel.NodeName, ok bool) {
 	return tunnel.NodeName(name), ok
 }
 
-// The hub sets these fields in values. They are the last fields of their messages, so a message with the field appended
-// has the deterministic encoding.
+// The hub sets these fields in values, behind all others.
 const (
 	fieldNodeEdge        protowire.Number = 4
 	fieldEndpointCluster protowire.Number = 11
@@ -293,6 +293,10 @@ func (h *Hub) readyLocked() {
 		close(h.served)
 	}
 }
+
+// Stop ends each Watch, and makes new ones fail: this replica learns of no changes any more. So edges ask another
+// replica, and know meanwhile that their state is not current. Target and Endpoints go on. Stop may be called once.
+func (h *Hub) Stop() { close(h.stopped) }
 
 // Joined says that the edge of a node serves Services, so endpoints on the node can be reached through that edge. The
 // hub forgets the node after Left, or when the Node is deleted.

@@ -385,6 +385,26 @@ func TestJoined(t *testing.T) {
 	}
 }
 
+// A hub that is stopped ends each Watch, so that edges ask another replica.
+func TestStop(t *testing.T) {
+	h := newHub(Config{})
+	h.Synced()
+	e := watch(t, h, "edge1", services.NewState())
+	if err := e.tryPull(); err != nil {
+		t.Fatal(err)
+	}
+	if err := e.ask(); err != nil {
+		t.Fatal(err)
+	}
+	h.Stop()
+	if _, _, err := e.take(); status.Code(err) != codes.Aborted {
+		t.Errorf("a Watch ends with %v", err)
+	}
+	if err := watch(t, h, "edge2", services.NewState()).tryPull(); status.Code(err) != codes.Aborted {
+		t.Errorf("a new Watch ends with %v", err)
+	}
+}
+
 // Edges are served when all objects and all nodes are known, in any order. While objects come, an edge that waits is
 // not woken by each of them.
 func TestServedWhenAllIsKnown(t *testing.T) {

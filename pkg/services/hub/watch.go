@@ -87,6 +87,8 @@ func (h *Hub) begin(ctx context.Context, node tunnel.NodeName, has services.Dige
 	w := &watcher{replaced: make(chan struct{})}
 	select {
 	case <-h.served:
+	case <-h.stopped:
+		return nil, errStopped
 	case <-ctx.Done():
 		return nil, status.FromContextError(ctx.Err()).Err()
 	}
@@ -115,6 +117,7 @@ func (h *Hub) end(node tunnel.NodeName, w *watcher) {
 }
 
 var (
+	errStopped  = status.Error(codes.Aborted, "this replica of the cloud is stopping")
 	errReplaced = status.Error(codes.Aborted, "a newer Watch of this node has begun")
 	errBehind   = status.Error(codes.Aborted, "too many items were deleted since the last batch: watch again")
 )
@@ -137,6 +140,8 @@ func (h *Hub) next(ctx context.Context, w *watcher) (*pb.Batch, error) {
 		case <-changed:
 		case <-w.replaced:
 			return nil, errReplaced
+		case <-h.stopped:
+			return nil, errStopped
 		case <-ctx.Done():
 			return nil, status.FromContextError(ctx.Err()).Err()
 		}
@@ -149,6 +154,8 @@ func (h *Hub) advanceLocked(w *watcher) (*batch, error) {
 	select {
 	case <-w.replaced:
 		return nil, errReplaced
+	case <-h.stopped:
+		return nil, errStopped
 	default:
 	}
 	if w.cursor < h.floor {

@@ -144,7 +144,16 @@ func (d *door) all() (pending, all rules) {
 func (r *Relay) write(
 	k kernel, listeners []netip.AddrPort, known bool, before, after rules, all func() (pending, all rules),
 ) error {
-	if !known || len(before)+len(after) > 0 && k.change(before, after) != nil {
+	if known && len(before)+len(after) > 0 {
+		if err := k.change(before, after); err != nil {
+			known = false
+			if n, ok := r.warnChange.Allow(); ok {
+				r.log.Info("the kernel does not take a change of the rules of Services, so all are written again",
+					"err", err, "skipped", n)
+			}
+		}
+	}
+	if !known {
 		var pending rules
 		pending, after = all()
 		maps.Copy(pending, before) // of two rules that an address had, the kernel has the older one
@@ -154,7 +163,9 @@ func (r *Relay) write(
 		}
 	}
 	if err := k.forget(before, after); err != nil {
-		r.log.Warn("flows of UDP keep their old way until they have been idle for a while", "err", err)
+		if n, ok := r.warnForget.Allow(); ok {
+			r.log.Warn("flows of UDP keep their old way until they have been idle for a while", "err", err, "skipped", n)
+		}
 	}
 	return nil
 }

@@ -67,6 +67,7 @@ type file struct {
 	pending map[services.Path][]byte // not yet written; nil: deleted
 	digests services.Digests         // the digests of the state, pending changes included
 	current time.Time                // what the next transaction writes as keySince
+	broken  bool                     // bbolt has failed: nothing is written any more
 	fresh   bool                     // pending is the whole state: the next transaction replaces all items in the file
 }
 
@@ -177,15 +178,21 @@ func (f *file) read(tx *bolt.Tx, state *services.State) error {
 	if v := facts.Get(keyVersion); string(v) != fileVersion {
 		return fmt.Errorf("it is of version %q, and this program writes version %s", v, fileVersion)
 	}
-	all := new(pb.Changes)
+	// Endpoints come last, although their paths come first. If there are too many items, the state leaves out the last
+	// ones, and without the Services and the Nodes, the others would be worth nothing.
+	all, endpoints := new(pb.Changes), new(pb.Changes)
 	err = items.ForEach(func(k, v []byte) error {
-		all.Set = append(all.Set, &pb.Item{Path: string(k), Value: bytes.Clone(v)})
+		to := all
+		if services.ServiceOf(string(k)) != "" {
+			to = endpoints
+		}
+		to.Set = append(to.Set, &pb.Item{Path: string(k), Value: bytes.Clone(v)})
 		return nil
 	})
 	if err != nil {
 		return err
 	}
-	state.Apply(all) //nolint:errcheck // unreadable items were reported when they came; the digests show damage
+	state.Apply(all, endpoints) //nolint:errcheck // unreadable items were reported when they came; the digests show damage
 	digests := state.Digests()
 	if !bytes.Equal(digests.Encode(), facts.Get(keyDigests)) {
 		return errors.New("its items are not those that were written")
@@ -210,6 +217,9 @@ func (f *file) read(tx *bolt.Tx, state *services.State) error {
 func (f *file) add(d services.Difference, digests services.Digests, now time.Time) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	if f.broken {
+		return
+	}
 	for _, p := range d.Deleted {
 		f.pending[p] = nil
 		if f.fresh {
@@ -323,6 +333,9 @@ func (f *file) write() (err error) {
 		if p := recover(); p != nil {
 			f.db, err = nil, fmt.Errorf("%w (%v)", errUnusable, p) // after a panic, bbolt holds its locks for ever
 			f.raw.Close()
+			f.mu.Lock()
+			f.broken, f.pending = true, nil
+			f.mu.Unlock()
 		}
 		if err != nil && f.db != nil {
 			f.again(pending, fresh)

@@ -403,6 +403,12 @@ func TestNearUnknownNode(t *testing.T) {
 	if line, err := bufio.NewReader(c).ReadString('\n'); line != "x\n" {
 		t.Fatal(line, err)
 	}
+	// After a restart of the cloud, the cloud may not know for a while that the edge serves Services.
+	s.applyOnTwo(&pb.Changes{Set: []*pb.Item{item(t, services.NodePath("edge1"), &services.Node{})}})
+	fmt.Fprintln(c, "y")
+	if line, err := bufio.NewReader(c).ReadString('\n'); line != "y\n" {
+		t.Fatal(line, err)
+	}
 	s.applyOnTwo(&pb.Changes{Deleted: []string{services.NodePath("edge1")}})
 	wantReset(t, c)
 	s.cloud.mu.Lock()

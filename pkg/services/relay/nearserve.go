@@ -198,6 +198,14 @@ func (r *Relay) ownEndpoint(t services.Target) (at netip.AddrPort, ok bool) {
 	return at, ok && own // with own, Edge.serve does not wait for a newer state
 }
 
+// remembers reports whether the state has a node. After a restart of the cloud, a Node may be there while its edge has
+// not come back yet.
+func (n *Near) remembers(node tunnel.NodeName) bool {
+	n.relay.mu.RLock()
+	defer n.relay.mu.RUnlock()
+	return n.relay.state.Node(string(node)) != nil
+}
+
 // knows reports whether the state has a node, and the node's edge serves Services.
 func (n *Near) knows(node tunnel.NodeName) bool {
 	n.relay.mu.RLock()
@@ -205,13 +213,13 @@ func (n *Near) knows(node tunnel.NodeName) bool {
 	return n.relay.state.Node(string(node)).GetEdge()
 }
 
-// dismiss ends the conns of nodes that knows no longer accepts, each time the state has changed, until ctx is done.
+// dismiss ends the conns of nodes that are deleted, each time the state has changed, until ctx is done.
 func (n *Near) dismiss(ctx context.Context) {
 	for {
 		n.relay.mu.Lock()
 		changed := n.relay.changed.Next()
 		n.relay.mu.Unlock()
-		n.callers.dismiss(n.knows)
+		n.callers.dismiss(n.remembers)
 		select {
 		case <-changed:
 		case <-ctx.Done():
@@ -283,12 +291,12 @@ func (a *nearCallers) drain() {
 	a.draining = true
 }
 
-// dismiss ends the conns of nodes that are not known.
-func (a *nearCallers) dismiss(knows func(tunnel.NodeName) bool) {
+// dismiss ends the conns of nodes for which remembers returns false.
+func (a *nearCallers) dismiss(remembers func(tunnel.NodeName) bool) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	for node, caller := range a.of {
-		if !knows(node) {
+		if !remembers(node) {
 			caller.end()
 			delete(a.of, node)
 		}

@@ -120,6 +120,8 @@ type Relay struct {
 	warnItem  tunnel.Limiter
 
 	warnHealth tunnel.Limiter
+	warnChange tunnel.Limiter
+	warnForget tunnel.Limiter
 
 	mu      sync.RWMutex // guards the following
 	planner planner
@@ -134,6 +136,7 @@ type Relay struct {
 	current bool      // the state is that of the cloud now, as a live stream says
 	watch   error     // why the last stream has ended; nil: a stream runs, or there was none
 	broken  error     // why the kernel does not do what the plan says; nil: it does
+	beside  error     // what else serves the Services of this node; nil: nothing
 	unkept  error     // why the file cannot be opened or written
 	inForce bool      // the kernel's rules are those of plan
 	serves  int       // how many ports of Services the kernel's rules are for
@@ -255,6 +258,7 @@ func (r *Relay) serve(ctx context.Context, d *door) {
 				r.log.Warn("another program has removed the rules of Services, or changed them: they are written again")
 				d.programmed = false
 			}
+			r.noteBeside(d)
 		}
 		r.apply(d)
 	}
@@ -269,6 +273,23 @@ func (r *Relay) awaitSuccessor(d *door) {
 	}
 	for stands() && time.Now().Before(end) {
 		time.Sleep(successorPause)
+	}
+}
+
+// noteBeside stores that rules of kube-proxy have come while those of this edge are in the kernel, for Note.
+func (r *Relay) noteBeside(d *door) {
+	var err error
+	if r.cfg.Full && d.programmed {
+		if err = r.kernel.refused(); !errors.Is(err, errKubeProxy) {
+			err = nil
+		}
+	}
+	r.mu.Lock()
+	before := r.beside
+	r.beside = err
+	r.mu.Unlock()
+	if err != nil && before == nil {
+		r.log.Warn("kube-proxy has come to this node, so two programs serve its Services", "err", err)
 	}
 }
 
@@ -403,7 +424,7 @@ func (r *Relay) Note() string {
 		leftOut = fmt.Errorf("the cluster has too many Services, endpoints and nodes: this node does not know %d of them; "+
 			"name the namespaces that edges need in [mode.cloud.services], and start this edge again", n)
 	}
-	if err := errors.Join(r.broken, r.unnamed, r.unkept, stale, leftOut); err != nil {
+	if err := errors.Join(r.broken, r.beside, r.unnamed, r.unkept, stale, leftOut); err != nil {
 		return err.Error()
 	}
 	return ""

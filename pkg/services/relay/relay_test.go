@@ -12,6 +12,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"testing/synctest"
@@ -415,18 +416,31 @@ func TestEndlessSeries(t *testing.T) {
 	c := newCloud()
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
-	empty := batch(t, true, new(pb.Changes))
+	var next atomic.Pointer[pb.Batch]
+	next.Store(batch(t, true, new(pb.Changes)))
+	var sent atomic.Int64
 	go func() {
 		for ctx.Err() == nil {
 			select {
-			case c.batches <- empty:
+			case c.batches <- next.Load():
+				sent.Add(1)
 			case <-c.nexts:
 			case <-ctx.Done():
 			}
 		}
 	}()
-	if _, err := receive(stream{c, ctx}, 0); err == nil || !strings.Contains(err.Error(), "at once") {
-		t.Errorf("error: %v", err)
+	for name, one := range map[string]*pb.Changes{
+		"nothing":        new(pb.Changes),
+		"many deletions": {Deleted: make([]string, maxBatch/4)}, // 2 bytes on the wire, and 16 in memory
+	} {
+		next.Store(batch(t, true, one))
+		before := sent.Load()
+		if _, err := receive(stream{c, ctx}, 0); err == nil || !strings.Contains(err.Error(), "at once") {
+			t.Errorf("%s: %v", name, err)
+		}
+		if n := int(sent.Load()-before-1) * len(one.GetDeleted()); n > maxSeries/entryCost {
+			t.Errorf("%s: %d entries are taken", name, n)
+		}
 	}
 }
 

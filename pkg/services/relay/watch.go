@@ -22,11 +22,12 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// These bound what a cloud may send. A cluster of 10,000 Services with 20 endpoints each needs a tenth of maxSeries.
+// These bound what a cloud may send. A cluster of 10,000 Services with 20 endpoints each needs a third of maxSeries.
 const (
 	maxBatch  = 1 << 20   // bytes of one batch, when it is not compressed; clouds send 64 KiB
-	maxSeries = 128 << 20 // bytes of the batches of one series, with batchCost for each batch
+	maxSeries = 128 << 20 // bytes of the batches of one series, with batchCost and entryCost
 	batchCost = 1 << 10   // what each batch counts in addition, so that empty batches reach maxSeries, too
+	entryCost = 128       // what each entry of a batch counts in addition: about the memory of an empty one
 	maxPath   = 1 << 10   // bytes
 	maxValue  = 64 << 10  // bytes
 )
@@ -73,6 +74,10 @@ func explained(err error) error {
 	return err
 }
 
+// errNothingYet is why the state is stale while a stream has brought nothing.
+var errNothingYet = errors.New("there is a session, but the cloud has sent nothing yet: " +
+	"if this stays, the line services of /readyz?verbose of the cloud says why")
+
 // followOnce applies what one stream sends. applied says that the state was that of the cloud for a moment. kept has
 // the buckets that earlier streams have sent of a first series; followOnce adds those of this stream.
 func (r *Relay) followOnce(ctx context.Context, f *file, kept aside) (applied bool, err error) {
@@ -82,6 +87,7 @@ func (r *Relay) followOnce(ctx context.Context, f *file, kept aside) (applied bo
 	if err != nil {
 		return false, err
 	}
+	r.noteCurrent(false, errNothingYet)
 	r.mu.Lock()
 	digests := r.state.Digests()
 	r.streams = true
@@ -133,7 +139,8 @@ func receive(stream Stream, size int) (series []*pb.Changes, err error) {
 		if err != nil {
 			return series, err
 		}
-		if size += len(data) + batchCost; size > maxSeries {
+		entries := len(changes.GetSet()) + len(changes.GetDeleted()) + len(changes.GetWhole())
+		if size += len(data) + batchCost + entries*entryCost; size > maxSeries {
 			return nil, fmt.Errorf("the cloud sends more than %d bytes at once", maxSeries)
 		}
 		series = append(series, changes)
@@ -255,7 +262,7 @@ func (r *Relay) take(f *file, series []*pb.Changes) error {
 	if !d.Empty() {
 		f.add(d, digests, time.Now())
 		r.watchers.tell(&d)
-		releaseMemory(len(d.Set))
+		releaseMemory(len(d.Set) + len(d.Deleted))
 	}
 	return nil
 }
