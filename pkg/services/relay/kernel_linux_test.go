@@ -17,6 +17,8 @@ import (
 	"github.com/google/nftables/binaryutil"
 	"github.com/google/nftables/expr"
 	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netns"
+	"golang.org/x/sync/errgroup"
 	"golang.org/x/sys/unix"
 
 	"tunnel.example/tunnel/internal/testkit"
@@ -61,6 +63,74 @@ func newNode(t *testing.T) *pod {
 		t.Skipf("the kernel has no nftables: %v", err)
 	}
 	return p
+}
+
+// While processes of the edge take over from each other, no connection of a pod goes to kube-proxy, or nowhere.
+func TestTakeOverWithoutGap(t *testing.T) {
+	if !testkit.InOwnNetwork(t) {
+		return
+	}
+	p := newNode(t)
+	c := newCloud()
+	c.reach = echo(t)
+	r, _ := newTestRelay(t, &linux{}, c)
+	left := make(chan struct{})
+	r.cfg.Left = left
+	running := testkit.Run(t, r.Run)
+	<-c.nexts
+	c.batches <- batch(t, false, shop(t))
+	<-c.nexts
+	wantServing(t, r, 2)
+
+	stop := make(chan struct{})
+	var callers errgroup.Group
+	for range 2 {
+		callers.Go(func() error {
+			for n := 0; ; n++ {
+				select {
+				case <-stop:
+					return nil
+				default:
+				}
+				err := testkit.OnThread(func() error {
+					if err := netns.Set(p.ns); err != nil {
+						return err
+					}
+					conn, err := dialNow(web4)
+					if err != nil {
+						return err
+					}
+					defer conn.Close()
+					conn.SetDeadline(time.Now().Add(5 * time.Second))
+					if _, err = conn.Write([]byte("x")); err == nil {
+						_, err = conn.Read(make([]byte, 1))
+					}
+					return err
+				})
+				if err != nil {
+					return fmt.Errorf("connection %d: %w", n, err)
+				}
+			}
+		})
+	}
+	for range 5 {
+		next := again(r, &linux{}, c)
+		close(left)
+		left = make(chan struct{})
+		next.cfg.Left = left
+		running.Cancel()
+		taken := testkit.Run(t, next.Run)
+		<-c.nexts
+		c.batches <- batch(t, false, new(pb.Changes))
+		<-c.nexts
+		wantServing(t, next, 2)
+		running.Stop()
+		r, running = next, taken
+	}
+	close(stop)
+	if err := callers.Wait(); err != nil {
+		t.Error(err)
+	}
 }
 
 // tables returns the names of the tables in the kernel.
