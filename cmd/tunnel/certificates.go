@@ -100,8 +100,11 @@ func (w *edgeWiring) held() api.Held {
 	var h api.Held
 	if w.proof.pair != nil {
 		leaf := w.proof.pair.Certificate().Leaf
-		if w.renewal != nil { // right after a renewal, the pair has not read the file yet
-			leaf = cmp.Or(w.renewal.Current(), leaf)
+		// Right after a renewal, the pair has not read the file yet.
+		if w.renewal != nil {
+			if c := w.renewal.Current(); c != nil && !c.NotBefore.Before(leaf.NotBefore) {
+				leaf = c
+			}
 		}
 		own := api.NewCertificate(tunnel.CertificateOf(leaf))
 		h.Own = &own

@@ -51,6 +51,8 @@ type daemon struct {
 	joinAgain func()
 	// endRestart ends a restart that is under way, when this process stops; nil: nothing to do.
 	endRestart func()
+	// handedOver is closed when the next process serves the callers of Services; nil: this process serves none.
+	handedOver <-chan struct{}
 	// leave runs before the modules stop, while they still serve; nil: nothing to do.
 	leave func(ctx context.Context)
 	about []any    // more keys and values for the start-up line

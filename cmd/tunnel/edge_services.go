@@ -39,6 +39,7 @@ func (w *edgeWiring) addServices() (err error) {
 	if w.services, err = relay.New(cfg); err != nil {
 		return err
 	}
+	w.handedOver = w.services.HandedOver()
 	policy := w.policy.Also(w.services.Home)
 	edge := relay.NewEdge(w.services, policy)
 	w.dialers = append(w.dialers, edge)

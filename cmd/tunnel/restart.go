@@ -51,6 +51,20 @@ func (p place) failed(err error) {
 // hasLeft reports whether another process has taken over.
 func (p place) hasLeft() bool { return p.sockets != nil && tunnel.IsClosed(p.sockets.Left()) }
 
+// handOverTime bounds how long this process continues for callers of Services, until the next process serves them.
+const handOverTime = 10 * time.Second
+
+// awaitHandOver waits until the next process serves the callers of Services.
+func (d *daemon) awaitHandOver() {
+	if d.handedOver == nil {
+		return
+	}
+	select {
+	case <-d.handedOver:
+	case <-time.After(handOverTime):
+	}
+}
+
 // later is a module that runs only while this process serves. It starts when the old process no longer serves, and ends
 // when a new process serves.
 type later struct {
@@ -207,7 +221,10 @@ func (r *restarter) handle(all map[string]http.Handler) {
 		done, err := r.restart(ctx)
 		answer(w, done, err)
 		if err == nil {
-			time.AfterFunc(lastTime, r.reloader.stop)
+			time.AfterFunc(lastTime, func() {
+				r.daemon.awaitHandOver()
+				r.reloader.stop()
+			})
 		}
 	})
 	all["POST /v1/drain"] = http.HandlerFunc(func(w http.ResponseWriter, q *http.Request) {

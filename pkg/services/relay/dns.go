@@ -66,7 +66,8 @@ func (r *Relay) ServesDNS(addr netip.Addr) bool {
 }
 
 // serveDNS keeps the redirects of queries as the plan says until ctx is done. Then it removes the redirects and ends
-// the servers. If a server fails, serveDNS calls fail.
+// the servers. If the next process of this edge takes over, serveDNS waits for its redirects before. If a server fails,
+// serveDNS calls fail.
 func (r *Relay) serveDNS(ctx context.Context, fail context.CancelCauseFunc) {
 	d := &resolver{relay: r, fail: fail}
 	d.ctx, d.end = context.WithCancel(context.WithoutCancel(ctx))
@@ -77,13 +78,16 @@ func (r *Relay) serveDNS(ctx context.Context, fail context.CancelCauseFunc) {
 		r.mu.Lock()
 		want, changed := maps.Clone(r.plan.dns), r.changed.Next()
 		r.mu.Unlock()
-		r.noteDNS(d.program(want))
+		if ctx.Err() == nil {
+			r.noteDNS(d.program(want))
+		}
 		select {
 		case <-ctx.Done():
+			r.awaitSuccessor(func() bool { return len(d.programmed) > 0 && r.dnsKernel.intact() })
 			return
 		case <-changed:
 		case <-ticker.C:
-			if len(d.programmed) > 0 && !r.dnsKernel.intact() {
+			if ctx.Err() == nil && len(d.programmed) > 0 && !r.dnsKernel.intact() {
 				r.log.Warn("another program has removed the redirect of DNS, or changed it: it is written again")
 				d.programmed = nil
 			}

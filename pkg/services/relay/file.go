@@ -57,7 +57,8 @@ type file struct {
 	retry time.Duration // between two attempts to open the file
 	wake  chan struct{} // capacity 1: there is something to write; never closed
 
-	// Owned by the goroutine of keep. Before keep begins and after it ends, owned by the goroutine of Relay.Run.
+	// Owned by the goroutine of keep; before keep begins, by Relay.Run, and after it ends, by the goroutine that closes
+	// the file.
 	opened bool
 	since  time.Time // keySince, when the file was opened
 	db     *bolt.DB  // nil: the file is not open, or bbolt has failed and must not be used again

@@ -97,27 +97,28 @@ type Config struct {
 // Relay is the edge's module. Any goroutine may call its methods.
 type Relay struct {
 	// Set once.
-	cfg       Config
-	kernel    kernel
-	dnsKernel kernel // nil: the edge leaves DNS to others
-	log       *slog.Logger
-	grace     time.Duration // how long conns may go on after Run's ctx is done
-	every     time.Duration // how often Run checks the rules in the kernel
-	dial      func(ctx context.Context, network, addr string) (net.Conn, error)
-	wake      chan struct{} // Run must bring a new plan into the kernel; capacity 1, never closed
-	counts    counters
-	affinity  *affinity
-	refusals  refusals
-	callers   callers
-	near      *Near        // reaches edges of this site; nil: off
-	direct    *udp.Edge    // sends datagrams to endpoints that this node reaches by itself
-	ends      []*udp.Edge  // all that send datagrams to endpoints: direct, and the one of Edge
-	udp       udp.Counters // of the datagrams that the kernel redirects
-	failures  failures
-	watchers  watchers
-	warnFull  tunnel.Limiter
-	warnFail  tunnel.Limiter
-	warnItem  tunnel.Limiter
+	cfg        Config
+	kernel     kernel
+	dnsKernel  kernel // nil: the edge leaves DNS to others
+	log        *slog.Logger
+	grace      time.Duration // how long conns may go on after Run's ctx is done
+	every      time.Duration // how often Run checks the rules in the kernel
+	dial       func(ctx context.Context, network, addr string) (net.Conn, error)
+	handedOver chan struct{} // closed when Run no longer serves new callers; nothing is sent
+	wake       chan struct{} // Run must bring a new plan into the kernel; capacity 1, never closed
+	counts     counters
+	affinity   *affinity
+	refusals   refusals
+	callers    callers
+	near       *Near        // reaches edges of this site; nil: off
+	direct     *udp.Edge    // sends datagrams to endpoints that this node reaches by itself
+	ends       []*udp.Edge  // all that send datagrams to endpoints: direct, and the one of Edge
+	udp        udp.Counters // of the datagrams that the kernel redirects
+	failures   failures
+	watchers   watchers
+	warnFull   tunnel.Limiter
+	warnFail   tunnel.Limiter
+	warnItem   tunnel.Limiter
 
 	warnHealth tunnel.Limiter
 	warnChange tunnel.Limiter
@@ -167,7 +168,8 @@ func newRelay(cfg Config, k kernel) *Relay {
 		planner: planner{string(cfg.Node), cfg.Direct, cfg.Full, cfg.Spread},
 		cfg:     cfg, kernel: k, log: cfg.Log.With("module", name), grace: tunnel.GracePeriod, every: interval,
 		dial: (&net.Dialer{Control: directControl}).DialContext, wake: make(chan struct{}, 1),
-		affinity: newAffinity(maxAffinity), callers: callers{max: maxPerCaller}, zone: newZone(cfg),
+		handedOver: make(chan struct{}),
+		affinity:   newAffinity(maxAffinity), callers: callers{max: maxPerCaller}, zone: newZone(cfg),
 		state: services.NewState(), plan: newPlan(),
 	}
 }
@@ -202,13 +204,14 @@ func (r *Relay) Run(ctx context.Context) error {
 	})
 	start(func() error { return r.direct.Run(called) })
 	if r.dnsKernel != nil {
-		start(func() error { r.serveDNS(called, fail); return nil })
+		start(func() error { r.serveDNS(serving, fail); return nil })
 	}
 	if r.cfg.Full {
-		start(func() error { r.serveHealth(serving, fail); return nil })
+		start(func() error { r.serveHealth(called, fail); return nil })
 	}
 	r.guard(fail, func() error { r.serve(serving, door); return nil })
 	endCalls()
+	close(r.handedOver)
 	var err error
 	if ctx.Err() == nil {
 		err = context.Cause(serving)
@@ -248,33 +251,38 @@ func (r *Relay) serve(ctx context.Context, d *door) {
 	for {
 		select {
 		case <-ctx.Done():
-			if tunnel.IsClosed(r.cfg.Left) {
-				r.awaitSuccessor(d)
-			}
+			r.awaitSuccessor(func() bool { return d.programmed && r.kernel.intact() })
 			return
 		case <-r.wake:
 		case <-ticker.C:
+			if ctx.Err() != nil {
+				continue // the next process may have written its rules
+			}
 			if d.programmed && !r.kernel.intact() {
 				r.log.Warn("another program has removed the rules of Services, or changed them: they are written again")
 				d.programmed = false
 			}
 			r.noteBeside(d)
 		}
-		r.apply(d)
+		if ctx.Err() == nil {
+			r.apply(d)
+		}
 	}
 }
 
-// awaitSuccessor waits until the rules of the next process are in the kernel in place of those of this process, but no
-// longer than successorTime.
-func (r *Relay) awaitSuccessor(d *door) {
-	end := time.Now().Add(successorTime)
-	stands := func() bool {
-		return d.programmed && r.kernel.intact() || r.dnsKernel != nil && r.dnsKernel.intact()
+// awaitSuccessor waits until stands returns false: the rules of the next process are in the kernel in place of those of
+// this process. It waits for successorTime at most, and not at all if no process takes over.
+func (r *Relay) awaitSuccessor(stands func() bool) {
+	if !tunnel.IsClosed(r.cfg.Left) {
+		return
 	}
-	for stands() && time.Now().Before(end) {
+	for end := time.Now().Add(successorTime); stands() && time.Now().Before(end); {
 		time.Sleep(successorPause)
 	}
 }
+
+// HandedOver returns a channel that is closed when Run no longer serves new callers; nothing is sent.
+func (r *Relay) HandedOver() <-chan struct{} { return r.handedOver }
 
 // noteBeside stores that rules of kube-proxy have come while those of this edge are in the kernel, for Note.
 func (r *Relay) noteBeside(d *door) {

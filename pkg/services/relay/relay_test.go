@@ -435,10 +435,10 @@ func TestEndlessSeries(t *testing.T) {
 	} {
 		next.Store(batch(t, true, one))
 		before := sent.Load()
-		if _, err := receive(stream{c, ctx}, 0); err == nil || !strings.Contains(err.Error(), "at once") {
+		if _, err := receive(stream{c, ctx}, 0, 0); err == nil || !strings.Contains(err.Error(), "at once") {
 			t.Errorf("%s: %v", name, err)
 		}
-		if n := int(sent.Load()-before-1) * len(one.GetDeleted()); n > maxSeries/entryCost {
+		if n := int(sent.Load()-before-1) * len(one.GetDeleted()); n > 2*maxEntry {
 			t.Errorf("%s: %d entries are taken", name, n)
 		}
 	}
@@ -459,7 +459,7 @@ func TestHostileCloud(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			c := newCloud()
 			go func() { c.batches <- b }()
-			if series, err := receive(stream{c, t.Context()}, 0); err == nil {
+			if series, err := receive(stream{c, t.Context()}, 0, 0); err == nil {
 				t.Errorf("the edge takes %d batches", len(series))
 			}
 		})

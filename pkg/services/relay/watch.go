@@ -22,12 +22,12 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// These bound what a cloud may send. A cluster of 10,000 Services with 20 endpoints each needs a third of maxSeries.
+// These bound what a cloud may send. A cluster of 10,000 Services with 20 endpoints each needs a fourth of them.
 const (
 	maxBatch  = 1 << 20   // bytes of one batch, when it is not compressed; clouds send 64 KiB
-	maxSeries = 128 << 20 // bytes of the batches of one series, with batchCost and entryCost
+	maxSeries = 128 << 20 // bytes of the batches of one series, with batchCost for each batch
 	batchCost = 1 << 10   // what each batch counts in addition, so that empty batches reach maxSeries, too
-	entryCost = 128       // what each entry of a batch counts in addition: about the memory of an empty one
+	maxEntry  = 1 << 20   // items, deletions and buckets of one series: an empty one takes some 100 bytes of memory
 	maxPath   = 1 << 10   // bytes
 	maxValue  = 64 << 10  // bytes
 )
@@ -104,7 +104,8 @@ func (r *Relay) followOnce(ctx context.Context, f *file, kept aside) (applied bo
 			return applied, err
 		}
 		next = new(pb.Next)
-		series, err := receive(stream, kept.size())
+		bytes, entries := kept.size()
+		series, err := receive(stream, bytes, entries)
 		if err != nil {
 			if !applied {
 				kept.keep(series)
@@ -121,9 +122,9 @@ func (r *Relay) followOnce(ctx context.Context, f *file, kept aside) (applied bo
 	}
 }
 
-// receive returns the batches of one series. It asks for each batch but the first. size is the number of bytes of the
-// same series that were received before. With an error, receive returns the batches before the error.
-func receive(stream Stream, size int) (series []*pb.Changes, err error) {
+// receive returns the batches of one series. It asks for each batch but the first. size and entries are what was
+// received of the same series before. With an error, receive returns the batches before the error.
+func receive(stream Stream, size, entries int) (series []*pb.Changes, err error) {
 	for {
 		batch, err := stream.Recv()
 		if err != nil {
@@ -139,9 +140,11 @@ func receive(stream Stream, size int) (series []*pb.Changes, err error) {
 		if err != nil {
 			return series, err
 		}
-		entries := len(changes.GetSet()) + len(changes.GetDeleted()) + len(changes.GetWhole())
-		if size += len(data) + batchCost + entries*entryCost; size > maxSeries {
-			return nil, fmt.Errorf("the cloud sends more than %d bytes at once", maxSeries)
+		size += len(data) + batchCost
+		entries += len(changes.GetSet()) + len(changes.GetDeleted()) + len(changes.GetWhole())
+		if size > maxSeries || entries > maxEntry {
+			return nil, fmt.Errorf("the cloud sends more than %d bytes, or %d items, at once: name fewer namespaces in "+
+				"[mode.cloud.services]", maxSeries, maxEntry)
 		}
 		series = append(series, changes)
 		if !batch.GetMore() {
@@ -191,14 +194,15 @@ func (a aside) claim(digests *services.Digests) {
 	}
 }
 
-// size returns the number of bytes that a holds.
-func (a aside) size() (n int) {
+// size returns how many bytes and items a holds.
+func (a aside) size() (bytes, entries int) {
 	for _, items := range a {
+		entries += len(items)
 		for _, item := range items {
-			n += len(item.GetPath()) + len(item.GetValue())
+			bytes += len(item.GetPath()) + len(item.GetValue())
 		}
 	}
-	return n
+	return bytes, entries
 }
 
 // complete returns the series together with the buckets of a that the cloud has not sent again, and empties a.
