@@ -40,15 +40,15 @@ type site struct {
 // kubeconfig returns the path of the kubeconfig.
 func (s *site) kubeconfig() string { return filepath.Join(s.dir, "kubeconfig") }
 
-// newSite makes a network with the API server of a cluster.
-func newSite(c *cluster) (s *site, err error) {
+// newSite makes a network with the API server of a cluster. Its files are in a folder below dir.
+func newSite(c *cluster, dir string) (s *site, err error) {
 	s = new(site)
 	defer func() {
 		if err != nil {
 			s.close()
 		}
 	}()
-	if s.dir, err = os.MkdirTemp("", "tunnel-bench-services-"); err != nil {
+	if s.dir, err = os.MkdirTemp(dir, "site"); err != nil {
 		return s, err
 	}
 	if s.network, err = rig.NewNetwork(); err != nil {

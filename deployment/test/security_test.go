@@ -19,12 +19,12 @@ const enforce = "pod-security.kubernetes.io/enforce"
 // that are not here have a restricted namespace.
 var beyondRestricted = map[string][]string{
 	"egress-grpc":       {"restricted volume types", "runAsNonRoot != true", "runAsUser=0"},
-	"edge-host-network": {"host namespaces"},
-	"edge-cni": {"host namespaces", "restricted volume types", "runAsNonRoot != true", "runAsUser=0",
-		"unrestricted capabilities"},
-	"edge-services": {"host namespaces", "restricted volume types", "runAsNonRoot != true", "runAsUser=0",
-		"unrestricted capabilities"},
-	"edge-websocket": {"host namespaces"},
+	"edge-host-network": {"host namespaces", "probe or lifecycle host"},
+	"edge-cni": {"host namespaces", "probe or lifecycle host", "restricted volume types", "runAsNonRoot != true",
+		"runAsUser=0", "unrestricted capabilities"},
+	"edge-services": {"host namespaces", "probe or lifecycle host", "restricted volume types", "runAsNonRoot != true",
+		"runAsUser=0", "unrestricted capabilities"},
+	"edge-websocket": {"host namespaces", "probe or lifecycle host"},
 }
 
 // TestPodSecurity: every pod of a restricted namespace is permitted there. Other namespaces have a reason to be

@@ -12,7 +12,12 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 app.kubernetes.io/name: tunnel
 app.kubernetes.io/component: {{ .component }}
 app.kubernetes.io/part-of: tunnel
-app.kubernetes.io/version: {{ include "tunnel.tag" .root | quote }}
+app.kubernetes.io/version: {{ include "tunnel.version" .root | quote }}
+{{- end }}
+
+{{/* The tag without a digest, which a label cannot hold. */}}
+{{- define "tunnel.version" -}}
+{{ include "tunnel.tag" . | regexFind "^[^@]*" }}
 {{- end }}
 
 {{- define "tunnel.tag" -}}
