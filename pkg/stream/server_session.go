@@ -131,7 +131,7 @@ func (s *cloudSession) Dial(ctx context.Context, r tunnel.Request) (net.Conn, er
 func (s *cloudSession) dial(ctx context.Context, r tunnel.Request) (c *conn.Conn, refusal *tunnel.Refusal) {
 	// A caller may have chosen the address. An address that cannot be encoded, or that the edge
 	// rejects, would end the whole session.
-	if len(r.Addr) > tunnel.MaxAddr || !utf8.ValidString(r.Addr) {
+	if len(r.Addr) > maxAddr || !utf8.ValidString(r.Addr) {
 		return nil, tunnel.Refusef(tunnel.Unreachable, "%q is not an address", text(r.Addr))
 	}
 	s.mu.Lock()

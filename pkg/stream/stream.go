@@ -193,6 +193,8 @@ const (
 	// messages wait does not read, so its session ends.
 	outboxSize    = 256
 	outboxPerConn = 4
+	// maxAddr is the longest target of a caller, in bytes. A DNS name and a port need 259.
+	maxAddr = 512
 	// maxTopic is the longest topic of an open and of a cancel, in bytes. A topic is a UUID.
 	maxTopic = 64
 )

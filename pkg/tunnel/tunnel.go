@@ -120,8 +120,9 @@ func (r *Request) Chose() {
 	}
 }
 
-// MaxAddr is the longest Request.Addr, in bytes. A DNS name and a port need 259.
-const MaxAddr = 512
+// MaxAddr is the longest Request.Addr that a Queue takes, in bytes. A DNS name and a port need 259; the target of an
+// edge that calls a Service needs more.
+const MaxAddr = 1024
 
 // NetworkUDP is the network of a request for a conn that carries datagrams, as frames of pkg/udp.
 const NetworkUDP = "udp"
