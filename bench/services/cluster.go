@@ -235,7 +235,7 @@ func (c *cluster) serveWatch(w http.ResponseWriter, r *http.Request) {
 		}
 		select {
 		case e := <-events:
-			fmt.Fprintln(w, e) //nolint:errcheck // Flush tells
+			fmt.Fprintln(w, e)
 		case <-r.Context().Done():
 			return
 		}

@@ -10,8 +10,8 @@
 // The rows:
 //
 //   - One endpoint of 1,000 Services with 10 endpoints each changes, and 500 nodes learn it: processor time of the
-//     server's process, with gRPC and TLS (BenchmarkChange of pkg/services/hub has our own part). KPNG's server works for each node by itself, so fewer nodes are measured, and the row says what
-//     as many nodes would take.
+//     server's process, with gRPC and TLS (BenchmarkChange of pkg/services/hub has our own part). KPNG's server works
+//     for each node by itself, so fewer nodes are measured, and the row says what as many nodes would take.
 //   - A node connects: bytes of all messages. It has nothing; then it has everything; then it lacks 10 changes.
 //   - A node has 5,000 Services with 10 endpoints each: how long its process takes from the start until all are served,
 //     its memory, and how long a change takes from the API server to the kernel. tunnel's edge starts without a cloud,
@@ -198,8 +198,8 @@ func (b *bench) measureServer(s system, c *cluster, count int) error {
 		if err = one.again(); err != nil {
 			return err
 		}
-		size, err := one.pull()
-		if err != nil {
+		var size int
+		if size, err = one.pull(); err != nil {
 			return err
 		}
 		b.set(s, away.what, "bytes", away.bound, float64(size))
@@ -268,11 +268,13 @@ func (b *bench) measureNode(s system, c *cluster, _ int) error {
 		start := time.Now()
 		c.setProbe(1 + i%2)
 		err = within(patience, node, func() error {
-			got, err := s.call(c.services)
-			if err == nil && got != want {
-				err = fmt.Errorf("the probe is at %s, and not yet at %s", got, want)
+			switch got, failed := s.call(c.services); {
+			case failed != nil:
+				return failed
+			case got != want:
+				return fmt.Errorf("the probe is at %s, and not yet at %s", got, want)
 			}
-			return err
+			return nil
 		})
 		if err != nil {
 			return err

@@ -95,8 +95,8 @@ func (n *tunnelNode) pull() (size int, err error) {
 		}
 		size += grpcPrefix + proto.Size(n.next)
 		n.next = new(servicesv1.Next)
-		batch, err := n.watch.Recv()
-		if err != nil {
+		var batch *servicesv1.Batch
+		if batch, err = n.watch.Recv(); err != nil {
 			return size, err
 		}
 		size += grpcPrefix + proto.Size(batch)

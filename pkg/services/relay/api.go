@@ -65,7 +65,7 @@ type Line struct {
 	Path    string          `json:"path,omitempty"`
 	Deleted bool            `json:"deleted,omitempty"`
 	Value   json.RawMessage `json:"value,omitempty"` // the new value of the item
-	Lost    int             `json:"lost,omitempty"`  // how many of the next lines are missing, because the reader is too slow
+	Lost    int             `json:"lost,omitempty"`  // how many of the next lines are missing: the reader is too slow
 }
 
 // Handlers returns the handlers of paths of the admin socket, by their patterns.

@@ -93,20 +93,22 @@ func (r *Relay) dialDatagrams(ctx context.Context, target string) (net.Conn, err
 	}
 	r.mu.RUnlock()
 	to := way{services.Named{Path: t.Endpoint, Endpoint: e}, t.Port, t.Protocol}
+	var c net.Conn
 	switch {
 	case direct:
 		at := to.address()
-		if err := r.mayDial(e, at); err != nil {
+		if err = r.mayDial(e, at); err != nil {
 			return nil, err
 		}
-		c, err := r.direct.Open(ctx, tunnel.Request{Category: name, Network: tunnel.NetworkUDP, Addr: at.String()})
+		c, err = r.direct.Open(ctx, tunnel.Request{Category: name, Network: tunnel.NetworkUDP, Addr: at.String()})
 		return r.opened(viaNode, c, err)
 	case e != nil:
-		if c, answered, err := r.near.reach(ctx, to); answered {
+		var answered bool
+		if c, answered, err = r.near.reach(ctx, to); answered {
 			return r.opened(viaNear, c, err)
 		}
 	}
-	c, err := r.reachFar(ctx, target)
+	c, err = r.reachFar(ctx, target)
 	return r.opened(viaCloud, c, err)
 }
 
