@@ -15,7 +15,7 @@ func (d *Dialer) openWebSocket(
 ) (_ net.Conn, trip time.Duration, err error) {
 	c := raw
 	if s.tls {
-		if c, err = d.wrap(ctx, wsconn.Below(raw), s.host()); err != nil {
+		if c, err = d.wrap(ctx, raw, s.host()); err != nil {
 			raw.Close()
 			return nil, 0, explainOuterTLS(err, s, d.cfg.Keys)
 		}

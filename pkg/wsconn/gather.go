@@ -5,14 +5,12 @@ import (
 	"sync"
 )
 
-// gather is a connection that writes the pieces of a message at once. Without it, each piece would be a system call.
-//
-// There is one below a WebSocket: package websocket writes a client's message in pieces of 4 KiB, because it masks
-// them, and a server's in two. There may be another one below the TLS of a box in between, see [Below]: a message that
-// holds a full record of the TLS above takes two records.
+// gather is the connection below a WebSocket. Package websocket writes a message in pieces: a client's in many of
+// 4 KiB, because it masks them, and a server's in two. Without gather, each piece would be a system call and a TLS
+// record.
 type gather struct {
 	net.Conn
-	flood *flood // counts what Read returns; nil: nobody counts
+	flood *flood // counts what Read returns
 
 	mu    sync.Mutex // guards the following, and is held while the connection below is written to
 	begun bool       // a message has begun: its pieces wait in piece
@@ -20,40 +18,14 @@ type gather struct {
 	used  int        // how many bytes of piece are filled
 }
 
-// Below returns a connection over raw, for the TLS between raw and a WebSocket of [Dial]. All TLS records of a message
-// leave in one system call.
-func Below(raw net.Conn) net.Conn { return &gather{Conn: raw} }
-
-// gatherIn returns the gather at c or below it; nil: there is none.
-func gatherIn(c net.Conn) *gather {
-	for {
-		if g, ok := c.(*gather); ok {
-			return g
-		}
-		layer, ok := c.(interface{ NetConn() net.Conn })
-		if !ok {
-			return nil
-		}
-		c = layer.NetConn()
-	}
-}
-
 // NetConn returns the connection below.
 func (g *gather) NetConn() net.Conn { return g.Conn }
 
 // Read implements net.Conn.
-func (g *gather) Read(b []byte) (int, error) {
-	if g.flood == nil {
-		return g.Conn.Read(b)
-	}
-	return g.flood.read(g.Conn, b)
-}
+func (g *gather) Read(b []byte) (int, error) { return g.flood.read(g.Conn, b) }
 
-// begin makes pieces wait until end. On a nil gather, both do nothing.
+// begin makes pieces wait until end.
 func (g *gather) begin() {
-	if g == nil {
-		return
-	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	g.begun = true
@@ -61,9 +33,6 @@ func (g *gather) begin() {
 
 // end writes the pieces that wait.
 func (g *gather) end() error {
-	if g == nil {
-		return nil
-	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	g.begun = false

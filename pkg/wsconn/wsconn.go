@@ -15,7 +15,6 @@
 package wsconn
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -45,11 +44,10 @@ type Conn struct {
 	net.Conn // below the WebSocket: its addresses, its write deadline and Close
 
 	// Set once.
-	ws      *websocket.Conn
-	below   *gather // its flood is owned by receive
-	records *gather // below the TLS of a box in between; nil: none
-	since   time.Time
-	idle    time.Duration
+	ws    *websocket.Conn
+	below *gather // its flood is owned by receive
+	since time.Time
+	idle  time.Duration
 
 	wrote atomic.Int64 // time of the last Write, in nanoseconds after since
 	timer *time.Timer  // calls keepAlive
@@ -61,7 +59,7 @@ type Conn struct {
 	closed   chan struct{} // Close closes it
 	once     sync.Once
 
-	writing sync.Mutex // held by Write, so that below and records gather one message at a time
+	writing sync.Mutex // held by Write, so that below gathers one message at a time
 	reading sync.Mutex // guards the following
 	chunk   []byte     // taken from chunks; it returns to the pool once rest is empty
 	rest    []byte     // the part of chunk that Read has not returned
@@ -78,7 +76,7 @@ func newConn(ws *websocket.Conn, raw net.Conn, below *gather, idle time.Duration
 	*below.flood = flood{window: idle} // the bytes of the handshake do not count
 	ws.SetReadLimit(-1)                // Read takes any message piece by piece
 	c := &Conn{
-		Conn: raw, ws: ws, below: below, records: gatherIn(below.Conn), since: time.Now(), idle: idle,
+		Conn: raw, ws: ws, below: below, since: time.Now(), idle: idle,
 		deadline: newDeadline(), chunks: make(chan []byte),
 		ended: make(chan struct{}), closed: make(chan struct{}),
 	}
@@ -192,10 +190,12 @@ func (c *Conn) Write(b []byte) (int, error) {
 	c.writing.Lock()
 	defer c.writing.Unlock()
 	c.wrote.Store(int64(time.Since(c.since)))
-	c.records.begin()
 	c.below.begin()
 	err := c.ws.Write(context.Background(), websocket.MessageBinary, b)
-	if err = cmp.Or(err, c.below.end(), c.records.end()); err != nil {
+	if flushed := c.below.end(); err == nil {
+		err = flushed
+	}
+	if err != nil {
 		return 0, err
 	}
 	return len(b), nil

@@ -192,49 +192,6 @@ func TestKeepAlive(t *testing.T) {
 	}
 }
 
-// records writes like TLS: what it is given in several pieces, if it is long.
-type records struct{ net.Conn }
-
-// NetConn returns the connection below.
-func (c records) NetConn() net.Conn { return c.Conn }
-
-func (c records) Write(b []byte) (n int, err error) {
-	for err == nil && n < len(b) {
-		var one int
-		one, err = c.Conn.Write(b[n:min(n+16<<10, len(b))])
-		n += one
-	}
-	return n, err
-}
-
-// A message that takes two records of the TLS below leaves in one system call.
-func TestRecordsLeaveTogether(t *testing.T) {
-	addr, accepted := serve(t)
-	c, err := net.Dial("tcp", addr)
-	if err != nil {
-		t.Fatal(err)
-	}
-	raw := &counted{Conn: c}
-	client, err := Dial(t.Context(), records{Below(raw)}, "ws://"+addr+"/tunnel", "test")
-	if err != nil {
-		t.Fatal(err)
-	}
-	server := <-accepted
-	t.Cleanup(func() { client.Close(); server.Close() })
-	before := raw.writes.Load()
-	text := testkit.Random(16<<10 + 22) // a full record of the TLS above
-	if _, err := client.Write(text); err != nil {
-		t.Fatal(err)
-	}
-	got := make([]byte, len(text))
-	if _, err := io.ReadFull(server, got); err != nil || !bytes.Equal(got, text) {
-		t.Errorf("other bytes, %v", err)
-	}
-	if n := raw.writes.Load() - before; n != 1 {
-		t.Errorf("%d writes, want 1", n)
-	}
-}
-
 // A peer that sends nothing but empty messages, pings, pongs or empty fragments, or a text, is cut off. Each end
 // notices.
 func TestFlood(t *testing.T) {
