@@ -337,6 +337,8 @@ http {
 			proxy_http_version 1.1;
 			proxy_set_header Upgrade $http_upgrade;
 			proxy_set_header Connection "upgrade";
+			proxy_buffer_size 64k;
+			proxy_buffers 8 64k;
 			proxy_read_timeout `+timeout+`;
 		}
 	}
