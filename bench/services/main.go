@@ -27,10 +27,8 @@ import (
 	"flag"
 	"fmt"
 	"os"
-	"os/signal"
 	"slices"
 	"sync"
-	"syscall"
 	"text/tabwriter"
 	"time"
 
@@ -91,18 +89,11 @@ func (b *bench) run() error {
 	if os.Geteuid() != 0 {
 		return errors.New("networks of its own need root")
 	}
-	dir, err := os.MkdirTemp("", "tunnel-bench-services-")
+	dir, remove, err := rig.TempDir("tunnel-bench-services-")
 	if err != nil {
 		return err
 	}
-	defer os.RemoveAll(dir)
-	interrupted := make(chan os.Signal, 1)
-	signal.Notify(interrupted, os.Interrupt, syscall.SIGTERM)
-	go func() {
-		<-interrupted
-		os.RemoveAll(dir) // it holds tokens and keys; the processes end with this one
-		os.Exit(1)
-	}()
+	defer remove()
 	b.dir = dir
 	if b.binary, err = rig.Build(dir); err != nil {
 		return err

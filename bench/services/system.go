@@ -14,7 +14,7 @@ import (
 	"tunnel.example/tunnel/test/rig"
 )
 
-// system is one of the two systems that are compared. Each runs in a network of its own, beside its API server.
+// system is tunnel or KPNG. Each runs in a network namespace of its own, together with the API server that it reads.
 type system interface {
 	// startServer starts the process that reads the cluster and tells the nodes.
 	startServer() (*rig.Process, error)
@@ -95,7 +95,7 @@ func (s *site) close() {
 	os.RemoveAll(s.dir)
 }
 
-// answerTime is how long a Service may take to answer. One without rules does not answer.
+// answerTime bounds a call of a Service. As long as the kernel has no rules for the Service, nobody answers the call.
 const answerTime = 50 * time.Millisecond
 
 func (s *site) call(service int) (endpoint string, err error) {

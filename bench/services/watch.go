@@ -35,7 +35,7 @@ type node interface {
 // grpcPrefix is the length of gRPC's prefix of a message.
 const grpcPrefix = 5
 
-// tunnelNode is a node of tunnel's cloud, over a session of its own with TLS.
+// tunnelNode is a node that tunnel's cloud tells about Services. It has a session of its own, with TLS.
 type tunnelNode struct {
 	// Set once.
 	ctx    context.Context
@@ -123,7 +123,8 @@ func (n *tunnelNode) pull() (size int, err error) {
 	return size, err
 }
 
-// kpngNode is a node of KPNG's server, over a connection of its own without TLS, as is KPNG's default.
+// kpngNode is a node that KPNG's server tells about Services. It has a connection of its own, without TLS: that is
+// KPNG's default.
 type kpngNode struct {
 	// Set once.
 	ctx  context.Context

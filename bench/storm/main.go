@@ -26,7 +26,6 @@ import (
 	"flag"
 	"fmt"
 	"os"
-	"os/signal"
 	"syscall"
 	"time"
 
@@ -98,18 +97,11 @@ func (s *storm) run() (err error) {
 	if err = s.enoughFiles(); err != nil {
 		return err
 	}
-	dir, err := os.MkdirTemp("", "tunnel-storm-")
+	dir, remove, err := rig.TempDir("tunnel-storm-")
 	if err != nil {
 		return err
 	}
-	defer os.RemoveAll(dir)
-	interrupted := make(chan os.Signal, 1)
-	signal.Notify(interrupted, os.Interrupt, syscall.SIGTERM)
-	go func() {
-		<-interrupted
-		os.RemoveAll(dir) // it holds tokens and keys; the processes end with this one
-		os.Exit(1)
-	}()
+	defer remove()
 	binary, err := rig.Build(dir)
 	if err != nil {
 		return err

@@ -19,10 +19,8 @@ import (
 	"flag"
 	"fmt"
 	"os"
-	"os/signal"
 	"strconv"
 	"strings"
-	"syscall"
 	"time"
 
 	"tunnel.example/tunnel/internal/freeport"
@@ -103,18 +101,11 @@ type row struct {
 }
 
 func (b *bench) run() error {
-	dir, err := os.MkdirTemp("", "tunnel-udp-")
+	dir, remove, err := rig.TempDir("tunnel-udp-")
 	if err != nil {
 		return err
 	}
-	defer os.RemoveAll(dir)
-	interrupted := make(chan os.Signal, 1)
-	signal.Notify(interrupted, os.Interrupt, syscall.SIGTERM)
-	go func() {
-		<-interrupted
-		os.RemoveAll(dir) // it holds tokens and keys; the processes end with this one
-		os.Exit(1)
-	}()
+	defer remove()
 	ways, err := b.start(dir)
 	if err != nil {
 		return err

@@ -24,7 +24,9 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"os/signal"
 	"path/filepath"
+	"syscall"
 )
 
 // Build builds the program into dir, as `make build` does, and returns its path.
@@ -38,6 +40,24 @@ func Build(dir string) (string, error) {
 		return "", fmt.Errorf("building the program: %w\n%s", err, out)
 	}
 	return path, nil
+}
+
+// TempDir makes a folder for the files of a program, with tokens and keys in them. If the program is interrupted,
+// TempDir removes the folder and ends the program; processes started here end with it. The caller calls remove at its
+// own end.
+func TempDir(prefix string) (dir string, remove func(), err error) {
+	if dir, err = os.MkdirTemp("", prefix); err != nil {
+		return "", nil, err
+	}
+	remove = func() { os.RemoveAll(dir) }
+	interrupted := make(chan os.Signal, 1)
+	signal.Notify(interrupted, os.Interrupt, syscall.SIGTERM)
+	go func() {
+		<-interrupted
+		remove()
+		os.Exit(1)
+	}()
+	return dir, remove, nil
 }
 
 // write writes the files of a folder.
