@@ -195,7 +195,7 @@ const (
 	outboxPerConn = 4
 	// maxAddr is the longest target of a caller, in bytes. A DNS name and a port need 259.
 	maxAddr = 512
-	// maxTopic is the longest topic of an open and of a cancel, in bytes. A topic is a UUID.
+	// maxTopic is the longest topic that an edge takes with an open or a cancel, in bytes. The cloud sends UUIDs.
 	maxTopic = 64
 )
 

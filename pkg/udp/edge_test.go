@@ -544,7 +544,7 @@ func TestMemoryOfAFlow(t *testing.T) {
 	})
 }
 
-// The edge forgets a conn that is reset and not closed, as when a session cannot open it.
+// If a session cannot open a conn, it resets the conn and does not close it. The edge forgets the conn nevertheless.
 func TestResetConnIsForgotten(t *testing.T) {
 	e := NewEdge(policy(t), EdgeConfig{Log: slog.New(slog.DiscardHandler)})
 	c, err := e.Open(t.Context(), tunnel.Request{Network: "udp"})

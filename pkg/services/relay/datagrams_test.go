@@ -170,7 +170,7 @@ func TestDirectDatagrams(t *testing.T) {
 	}
 }
 
-// echoDatagrams returns the address of a server that sends datagrams back.
+// echoDatagrams starts a server that sends each datagram back to its sender. It returns the server's address.
 func echoDatagrams(t *testing.T) (addr string) {
 	t.Helper()
 	server, err := net.ListenUDP("udp", &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1)})

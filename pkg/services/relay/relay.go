@@ -106,6 +106,7 @@ type Relay struct {
 	dial       func(ctx context.Context, network, addr string) (net.Conn, error)
 	handedOver chan struct{} // closed when Run no longer serves new callers; nothing is sent
 	wake       chan struct{} // Run must bring a new plan into the kernel; capacity 1, never closed
+	release    *time.Timer   // calls collect, see releaseMemory
 	counts     counters
 	affinity   *affinity
 	refusals   refusals
@@ -163,13 +164,15 @@ func New(cfg Config) (*Relay, error) {
 func newRelay(cfg Config, k kernel) *Relay {
 	cfg.Datagrams.Core, cfg.Datagrams.Log, cfg.Datagrams.OneTarget = cfg.Counters, cfg.Log.With("module", name), true
 	direct := udp.NewEdge(anyTarget{}, cfg.Datagrams)
+	release := time.AfterFunc(time.Hour, collect)
+	release.Stop()
 	return &Relay{
 		direct: direct, ends: []*udp.Edge{direct}, failures: failures{last: make(map[string]time.Time)},
 		planner: planner{string(cfg.Node), cfg.Direct, cfg.Full, cfg.Spread},
 		cfg:     cfg, kernel: k, log: cfg.Log.With("module", name), grace: tunnel.GracePeriod, every: interval,
 		dial: (&net.Dialer{Control: directControl}).DialContext, wake: make(chan struct{}, 1),
-		handedOver: make(chan struct{}),
-		affinity:   newAffinity(maxAffinity), callers: callers{max: maxPerCaller}, zone: newZone(cfg),
+		handedOver: make(chan struct{}), release: release,
+		affinity: newAffinity(maxAffinity), callers: callers{max: maxPerCaller}, zone: newZone(cfg),
 		state: services.NewState(), plan: newPlan(),
 	}
 }
@@ -181,6 +184,7 @@ func (r *Relay) Name() string { return name }
 // fails is tried again, and Note reports it. But a listener or a socket that breaks ends Run with an error: the kernel
 // would still redirect connections to it.
 func (r *Relay) Run(ctx context.Context) error {
+	defer r.release.Stop()
 	file := r.load()
 	connCtx, endConns := tunnel.Grace(ctx, r.grace)
 	defer endConns()
@@ -359,7 +363,7 @@ func (r *Relay) adopt(state *services.State, since time.Time) bool {
 	r.plannedLocked()
 	r.log.Info("the state of Services is loaded", "file", r.cfg.File, "items", state.Len(),
 		"redirected", len(r.plan.frontends))
-	releaseMemory(state.Len())
+	r.releaseMemory(state.Len())
 	return true
 }
 

@@ -266,23 +266,26 @@ func (r *Relay) take(f *file, series []*pb.Changes) error {
 	if !d.Empty() {
 		f.add(d, digests, time.Now())
 		r.watchers.tell(&d)
-		releaseMemory(len(d.Set) + len(d.Deleted))
+		r.releaseMemory(len(d.Set) + len(d.Deleted))
 	}
 	return nil
 }
 
-// releaseMemory gives the garbage that a change leaves back to the system, if n, the number of its items, is large.
-// Until the change is in the file and in the kernel, it takes several times the memory of the state. Go would keep
-// such memory for long.
-func releaseMemory(n int) {
+// releaseMemory has garbage given back to the system some seconds after a change of n items, if n is large. Until the
+// change is in the file and in the kernel, it takes several times the memory of the state. Go would keep such memory
+// for long.
+func (r *Relay) releaseMemory(n int) {
 	const many, done = 2048, 5 * time.Second
-	if n < many {
-		return
+	if n >= many {
+		r.release.Reset(done)
 	}
-	time.AfterFunc(done, func() {
-		runtime.GC() // bbolt keeps pages in a sync.Pool, which lets go of them at the second collection
-		debug.FreeOSMemory()
-	})
+}
+
+// collect gives garbage back to the system. bbolt keeps pages in a sync.Pool, which lets go of them at the second
+// collection.
+func collect() {
+	runtime.GC()
+	debug.FreeOSMemory()
 }
 
 func (r *Relay) applySeries(series []*pb.Changes) (d services.Difference, digests services.Digests, err error) {
