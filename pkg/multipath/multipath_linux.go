@@ -57,7 +57,7 @@ func (e *Endpoints) Run(ctx context.Context) error {
 	has := make(known)
 	e.update(has)
 	close(e.told)
-	for ; ; e.update(has) {
+	for {
 		select {
 		case <-time.After(settle):
 		case <-ctx.Done():
@@ -65,13 +65,16 @@ func (e *Endpoints) Run(ctx context.Context) error {
 		select {
 		case <-changed:
 		case <-time.After(resync):
-		case <-e.Left: // no process would remove what this one adds from now on
-			<-ctx.Done()
-			return nil
+		case <-e.Left:
 		case <-ctx.Done():
 			e.leave(has)
 			return nil
 		}
+		if tunnel.IsClosed(e.Left) { // no process would remove what this one adds from now on
+			<-ctx.Done()
+			return nil
+		}
+		e.update(has)
 	}
 }
 

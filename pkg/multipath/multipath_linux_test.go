@@ -175,11 +175,10 @@ func TestEndpointsAfterTheHandOver(t *testing.T) {
 	uplink(t, "one", "10.1.0.2/24", 100)
 	e, left := New(func() []*tunnel.Session { return nil }, slog.New(slog.DiscardHandler)), make(chan struct{})
 	e.Left = left
+	close(left)
 	running := testkit.Run(t, e.Run)
 	<-e.told
-	close(left)
-	time.Sleep(2 * settle) // Run looks at Left after settle
-	uplink(t, "two", "10.2.0.2/24", 200)
+	uplink(t, "two", "10.2.0.2/24", 200) // within settle: Run sees the change and Left at once
 	time.Sleep(4 * settle)
 	running.Stop()
 	wantEndpoints(t, "an uplink that comes later", "10.1.0.2")
