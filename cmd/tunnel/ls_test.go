@@ -302,7 +302,7 @@ func testPing(o *operated) {
 		!strings.Contains(out, "3 pings: fastest") {
 		o.t.Errorf("ping edge1:\n%s", out)
 	}
-	l, err := net.Listen("tcp", "127.0.0.1:0")
+	l, err := net.Listen("tcp", testkit.FreeAddress(o.t))
 	if err != nil {
 		o.t.Fatal(err)
 	}

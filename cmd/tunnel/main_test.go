@@ -156,17 +156,13 @@ func TestDemoTarget(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer ln.Close()
-	closed, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	closed.Close()
+	closed := testkit.FreeAddress(t)
 	for target, want := range map[string]struct {
 		code int
 		line string
 	}{
-		ln.Addr().String():     {exitOK, "ok own-target\n"},
-		closed.Addr().String(): {exitRuntime, "FAIL own-target: " + closed.Addr().String() + " cannot be reached"},
+		ln.Addr().String(): {exitOK, "ok own-target\n"},
+		closed:             {exitRuntime, "FAIL own-target: " + closed + " cannot be reached"},
 	} {
 		t.Setenv("TMPDIR", t.TempDir())
 		p := start(t, "demo", "--once", "--target", target)

@@ -7,17 +7,18 @@ import (
 	"strings"
 	"testing"
 
+	"tunnel.example/tunnel/internal/testkit"
 	"tunnel.example/tunnel/pkg/api"
 )
 
 // A port of the cloud is in use, by the cloud or another program, or is free. Nothing is opened to find out.
 func TestPort(t *testing.T) {
 	down := daemon{mode: "cloud", socket: "/none.sock"}
-	tcp, err := net.Listen("tcp", "127.0.0.1:0")
+	tcp, err := net.Listen("tcp", testkit.FreeAddress(t))
 	if err != nil {
 		t.Fatal(err)
 	}
-	udp, err := net.ListenPacket("udp4", ":0")
+	udp, err := net.ListenPacket("udp4", fmt.Sprintf(":%d", testkit.FreePort(t)))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -48,7 +49,7 @@ func TestPort(t *testing.T) {
 	want(t, "lost", look(of("tcp "+addr), "tcp", addr), StateFail, "nobody listens", "the cloud's log")
 	want(t, "new", look(of("tcp 127.0.0.1:1"), "tcp", addr), StateWarn, "another configuration", "tunnel reload")
 
-	six, err := net.Listen("tcp6", "[::]:0") // with IPV6_V6ONLY
+	six, err := net.Listen("tcp6", fmt.Sprintf("[::]:%d", testkit.FreePort(t))) // with IPV6_V6ONLY
 	if err != nil {
 		return // a kernel without IPv6
 	}

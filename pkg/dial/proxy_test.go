@@ -278,12 +278,7 @@ func serveHTTP(t *testing.T, conf *tls.Config) (addr string) {
 // TestBrokenNetworks: each broken network has an error that names the cause, and the next step.
 func TestBrokenNetworks(t *testing.T) {
 	cloud := serve(t, nil, echo)
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	closed := ln.Addr().String()
-	ln.Close()
+	closed := testkit.FreeAddress(t)
 	says := func(text string) string {
 		return serve(t, nil, func(c net.Conn) {
 			http.ReadRequest(bufio.NewReader(c))

@@ -99,13 +99,7 @@ func pack(t testing.TB, m *dns.Msg) []byte {
 
 // unusedAddr returns an address at which no server listens.
 func unusedAddr(t testing.TB) netip.AddrPort {
-	udp, tcp, err := openBoth(context.Background(), nil, "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	udp.Close()
-	tcp.Close()
-	return udp.LocalAddr().(*net.UDPAddr).AddrPort()
+	return netip.MustParseAddrPort(testkit.FreeAddress(t))
 }
 
 // Queries of some clients are forwarded and of others not, over both transports. Queries for nodes

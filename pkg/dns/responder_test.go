@@ -10,6 +10,7 @@ import (
 	"net/http/httptest"
 	"net/netip"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -410,14 +411,12 @@ func TestTruncation(t *testing.T) {
 
 // A socket for all addresses answers from the address to which the query was sent.
 func TestAnswersFromQueriedAddress(t *testing.T) {
-	for _, listen := range []string{"0.0.0.0:0", ":0"} {
+	for _, all := range []string{"0.0.0.0", ""} {
+		port := strconv.Itoa(testkit.FreePort(t))
+		listen := net.JoinHostPort(all, port)
 		r := respond(t, ResponderConfig{Listen: listen, Truth: newHeld("edge1 10.0.0.5")})
-		_, port, err := net.SplitHostPort(r.Addr().String())
-		if err != nil {
-			t.Fatal(err)
-		}
 		for _, host := range []string{"127.0.0.1", "127.0.0.2", "::1"} {
-			if host == "::1" && listen == "0.0.0.0:0" {
+			if host == "::1" && all == "0.0.0.0" {
 				// 0.0.0.0 means all IPv4 addresses only.
 				if c, err := net.Dial("tcp", net.JoinHostPort(host, port)); err == nil {
 					c.Close()
@@ -507,7 +506,7 @@ func TestQueriesPerConn(t *testing.T) {
 
 // If listening fails, the error says what to do, and no socket stays open.
 func TestListenFails(t *testing.T) {
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	ln, err := net.Listen("tcp", testkit.FreeAddress(t))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -143,13 +143,8 @@ func TestProxyTargetResets(t *testing.T) {
 
 func TestProxyRefusals(t *testing.T) {
 	r := newRig(t)
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	ln.Close()
 	for name, tc := range map[string]struct{ protocol, addr, want string }{
-		"nobody listens":  {"tcp", ln.Addr().String(), "refused"},
+		"nobody listens":  {"tcp", testkit.FreeAddress(t), "refused"},
 		"not an address":  {"tcp", "nowhere", "not host:port"},
 		"not tcp":         {"udp", "127.0.0.1:1", "only tcp"},
 		"a long address":  {"tcp", strings.Repeat("a", 32<<10) + ":1", ""},

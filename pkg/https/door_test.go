@@ -12,6 +12,7 @@ import (
 	"net/http"
 	"net/netip"
 	"slices"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -62,10 +63,7 @@ func TestPortTaken(t *testing.T) {
 	taken, err := net.Listen("tcp", "127.0.0.1:0")
 	must(t, err)
 	defer taken.Close()
-	free, err := net.Listen("tcp", "127.0.0.1:0")
-	must(t, err)
-	free.Close()
-	_, freePort, _ := net.SplitHostPort(free.Addr().String())
+	freePort := strconv.Itoa(testkit.FreePort(t))
 	_, takenPort, _ := net.SplitHostPort(taken.Addr().String())
 	r := newRig(t, nil, func(_ *rig, c *Config) {
 		c.Ports = map[string]string{freePort: "127.0.0.1:1", takenPort: "127.0.0.1:2"}
@@ -79,7 +77,7 @@ func TestPortTaken(t *testing.T) {
 	if r.door.Ready() == nil || r.door.Addrs() != nil {
 		t.Error("the door says that it is open")
 	}
-	again, err := net.Listen("tcp", free.Addr().String())
+	again, err := net.Listen("tcp", net.JoinHostPort("127.0.0.1", freePort))
 	if err != nil {
 		t.Fatalf("the other port was left open: %v", err)
 	}

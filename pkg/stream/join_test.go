@@ -16,6 +16,7 @@ import (
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/status"
 
+	"tunnel.example/tunnel/internal/testkit"
 	"tunnel.example/tunnel/internal/testkit/testca"
 	"tunnel.example/tunnel/pkg/auth"
 	pb "tunnel.example/tunnel/pkg/stream/tunnelv1"
@@ -100,11 +101,7 @@ func (r *rig) notReady(t *testing.T, change func(*ClientConfig), want ...string)
 // What the person at the edge reads when it cannot join: what is wrong and where.
 func TestWhatTheEdgeSays(t *testing.T) {
 	other := testca.New(t, "other")
-	closed, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	closed.Close()
+	closed := testkit.FreeAddress(t)
 	page := httptest.NewServer(http.NotFoundHandler())
 	defer page.Close()
 	for name, c := range map[string]struct {
@@ -134,7 +131,7 @@ func TestWhatTheEdgeSays(t *testing.T) {
 			[]string{"127.0.0.1", "dns in [mode.edge.stream.client]"},
 		},
 		"nobody listens": {
-			func(c *ClientConfig) { c.Address = closed.Addr().String() },
+			func(c *ClientConfig) { c.Address = closed },
 			[]string{"connection refused", "is the cloud running"},
 		},
 		"a port without TLS": {

@@ -404,12 +404,7 @@ func (p twoAddresses) DialUDP(
 // A name may have an address where nobody listens, such as ::1 of localhost. The next flow uses another
 // address, and a flow that was never answered ends, so that its caller gets a next one.
 func TestNameWithTwoAddresses(t *testing.T) {
-	l, err := net.ListenUDP("udp", &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1)})
-	if err != nil {
-		t.Fatal(err)
-	}
-	nobody := l.LocalAddr().String()
-	l.Close()
+	nobody := testkit.FreeAddress(t)
 	p := twoAddresses{policy(t), nobody, target(t, echo)}
 	const name = "two.example:53"
 

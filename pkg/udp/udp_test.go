@@ -344,20 +344,16 @@ func TestDeniedTarget(t *testing.T) {
 
 // Nothing listens at the target for a while: its machine says so, and it is counted.
 func TestRefusedByTheTarget(t *testing.T) {
-	s, err := net.ListenUDP("udp", &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1)})
-	if err != nil {
-		t.Fatal(err)
-	}
-	addr := s.LocalAddr().(*net.UDPAddr)
-	s.Close()
-	r := run(t, Listener{Target: addr.String()})
+	addr := testkit.FreeAddress(t)
+	r := run(t, Listener{Target: addr})
 	c := r.caller()
 	c.Write([]byte("nobody"))
 	testkit.Eventually(t, "the refusal is counted", func() bool { return r.edge.counters.Dropped(DropRefused) > 0 })
 	if s := r.log.String(); !strings.Contains(s, "does a program listen there?") {
 		t.Errorf("log is %s", s)
 	}
-	if s, err = net.ListenUDP("udp", addr); err != nil {
+	s, err := net.ListenUDP("udp", net.UDPAddrFromAddrPort(netip.MustParseAddrPort(addr)))
+	if err != nil {
 		t.Fatal(err)
 	}
 	defer s.Close()
