@@ -4,6 +4,11 @@ package hub
 
 import (
 	"context"
+	"crypto/tls"
+	"io"
+	"net"
+	"os"
+	"os/exec"
 	"strconv"
 	"sync"
 	"syscall"
@@ -13,6 +18,8 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/protobuf/proto"
 
+	"tunnel.example/tunnel/internal/testkit/testca"
+	"tunnel.example/tunnel/pkg/auth"
 	"tunnel.example/tunnel/pkg/services"
 	pb "tunnel.example/tunnel/pkg/services/servicesv1"
 	"tunnel.example/tunnel/pkg/tunnel"
@@ -72,6 +79,68 @@ func BenchmarkChange(b *testing.B) {
 	spent := processorTime(b) - before
 	b.ReportMetric(spent.Seconds()*1e3/float64(b.N), "cpu-ms/op")
 	stop()
+	running.Wait()
+}
+
+// BenchmarkTLSAlone reports what the least server that tells 500 edges of a change costs, with TLS and without gRPC: it
+// writes batchSize bytes to each connection, and reads a request of nextSize bytes. Another process has the other ends.
+// No cloud can need less than this cpu-ms/op for a change.
+func BenchmarkTLSAlone(b *testing.B) {
+	const edges = 500
+	ca := testca.New(b, "ca")
+	ln, err := tls.Listen("tcp", "127.0.0.1:0", &tls.Config{
+		MinVersion: tls.VersionTLS13, Certificates: []tls.Certificate{ca.Pair(b, auth.Leaf{Server: true})},
+	})
+	if err != nil {
+		b.Fatal(err)
+	}
+	defer ln.Close()
+	others := exec.Command(os.Args[0])
+	others.Env = append(os.Environ(), bareEdges+"="+ln.Addr().String())
+	others.Stdout, others.Stderr = os.Stderr, os.Stderr
+	if err := others.Start(); err != nil {
+		b.Fatal(err)
+	}
+	defer others.Wait()
+	var asked, running sync.WaitGroup
+	asked.Add(edges)
+	conns, changes := make([]net.Conn, edges), make([]chan []byte, edges)
+	for i := range edges {
+		c, err := ln.Accept()
+		if err != nil {
+			b.Fatal(err)
+		}
+		conns[i], changes[i] = c, make(chan []byte, 1)
+		running.Go(func() {
+			for batch := range changes[i] {
+				c.Write(batch)
+			}
+		})
+		running.Go(func() {
+			for next := make([]byte, nextSize); ; {
+				if _, err := io.ReadFull(c, next); err != nil {
+					return
+				}
+				asked.Done()
+			}
+		})
+	}
+	asked.Wait()
+	before := processorTime(b)
+	for b.Loop() {
+		asked.Add(edges)
+		batch := make([]byte, batchSize)
+		for _, c := range changes {
+			c <- batch
+		}
+		asked.Wait()
+	}
+	spent := processorTime(b) - before
+	b.ReportMetric(spent.Seconds()*1e3/float64(b.N), "cpu-ms/op")
+	for i, c := range conns {
+		close(changes[i])
+		c.Close()
+	}
 	running.Wait()
 }
 
