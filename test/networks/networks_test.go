@@ -70,7 +70,8 @@ type site struct {
 	ca            *auth.CA // of boxes
 	caFile        string
 	cloud, edge   *rig.Process
-	boxCrt, boxKy string // files: the certificate of boxes
+	between       []*rig.Process // boxes
+	boxCrt, boxKy string         // files: the certificate of boxes
 }
 
 // newSite starts a cloud that init has made, and makes a join token.
@@ -153,6 +154,9 @@ func (s *site) start(log *rig.Log, path string, args ...string) *rig.Process {
 	if err != nil {
 		s.t.Fatal(err)
 	}
+	if log == &s.boxes {
+		s.between = append(s.between, p)
+	}
 	s.t.Cleanup(func() {
 		if p.Alive() {
 			syscall.Kill(-p.PID(), syscall.SIGKILL) // the group: boxes have workers
@@ -219,18 +223,43 @@ func (s *site) join(flags ...string) string {
 	return said
 }
 
-// work returns how long cloud and edge have used processors.
-func (s *site) work() (sum time.Duration) {
-	s.t.Helper()
-	for _, p := range []*rig.Process{s.cloud, s.edge} {
-		used, err := p.CPU()
-		if err != nil {
-			s.t.Fatal(err)
-		}
-		sum += used
-	}
-	return sum
+// work is how long processes have used processors.
+type work struct {
+	tunnel time.Duration // cloud and edge
+	boxes  time.Duration
+	ends   time.Duration // caller and target: this process
 }
+
+// work returns how long the processes have used processors so far.
+func (s *site) work() (w work) {
+	s.t.Helper()
+	sum := func(all ...*rig.Process) (sum time.Duration) {
+		for _, p := range all {
+			used, err := p.CPU()
+			if err != nil {
+				s.t.Fatal(err)
+			}
+			sum += used
+		}
+		return sum
+	}
+	var self syscall.Rusage
+	if err := syscall.Getrusage(syscall.RUSAGE_SELF, &self); err != nil {
+		s.t.Fatal(err)
+	}
+	return work{
+		tunnel: sum(s.cloud, s.edge), boxes: sum(s.between...),
+		ends: time.Duration(self.Utime.Nano() + self.Stime.Nano()),
+	}
+}
+
+// since returns the work that was done after another time.
+func (w work) since(before work) work {
+	return work{w.tunnel - before.tunnel, w.boxes - before.boxes, w.ends - before.ends}
+}
+
+// all is the work of all processes.
+func (w work) all() time.Duration { return w.tunnel + w.boxes + w.ends }
 
 // box is a program in between. It is installed under one of names.
 func (s *site) box(names ...string) (path string) {
@@ -454,8 +483,8 @@ func TestNetworks(t *testing.T) {
 	if isWhole() {
 		bulk = 1 << 30
 	}
-	var direct [2]float64        // MiB a second of the row "directly", up and down; 0: it has not run
-	var directWork time.Duration // of the row "directly", as site.work returns it
+	var direct [2]float64 // MiB a second of the row "directly", up and down; 0: it has not run
+	var directWork work   // of the row "directly"
 	for _, row := range []struct {
 		name string
 		way  func(s *site) (flags []string, route string)
@@ -501,9 +530,9 @@ func TestNetworks(t *testing.T) {
 				}
 				return nil
 			})
-			work := s.work()
+			before := s.work()
 			up, down := s.carries(bulk)
-			work = s.work() - work
+			used := s.work().since(before)
 			var rates [2]float64
 			for i, took := range []time.Duration{up, down} {
 				rates[i] = float64(bulk) / (1 << 20) / took.Seconds()
@@ -511,10 +540,13 @@ func TestNetworks(t *testing.T) {
 			t.Logf("%s: %.0f MiB/s up, %.0f MiB/s down", row.name, rates[0], rates[1])
 			switch {
 			case row.name == "directly":
-				direct, directWork = rates, work
+				direct, directWork = rates, used
 			case direct[0] > 0:
 				t.Logf("%s: cloud and edge worked for %v, directly for %v: %.2f of the speed that they have by themselves",
-					row.name, work, directWork, directWork.Seconds()/work.Seconds())
+					row.name, used.tunnel, directWork.tunnel, directWork.tunnel.Seconds()/used.tunnel.Seconds())
+				t.Logf("%s: the box worked for %v; if the way cost cloud and edge nothing more than directly (all processes "+
+					"together: %v), busy processors would reach %.2f of the speed directly", row.name, used.boxes,
+					directWork.all(), directWork.all().Seconds()/(directWork.all()+used.boxes).Seconds())
 				ratios := [2]float64{rates[0] / direct[0], rates[1] / direct[1]}
 				t.Logf("%s: %.2f up and %.2f down of the speed directly", row.name, ratios[0], ratios[1])
 				if isWhole() && min(ratios[0], ratios[1]) < leastOfDirect { // a few megabytes say too little
