@@ -639,8 +639,15 @@ func sayAndHear(c net.Conn, words string, n int) (string, error) {
 
 // connector dials by HTTP CONNECT at a unix socket.
 func connector(socket string) dialer {
+	return connecting(func(ctx context.Context) (net.Conn, error) {
+		return new(net.Dialer).DialContext(ctx, "unix", socket)
+	})
+}
+
+// connecting dials by HTTP CONNECT over a connection to the front door.
+func connecting(door func(ctx context.Context) (net.Conn, error)) dialer {
 	return func(ctx context.Context, addr string) (net.Conn, error) {
-		c, err := new(net.Dialer).DialContext(ctx, "unix", socket)
+		c, err := door(ctx)
 		if err != nil {
 			return nil, err
 		}

@@ -4,6 +4,8 @@ import (
 	"bufio"
 	"bytes"
 	"context"
+	"crypto/tls"
+	"crypto/x509"
 	"fmt"
 	"io"
 	"net"
@@ -198,6 +200,36 @@ func TestStockAgent(t *testing.T) {
 			others.Wait()
 		})
 	}
+	t.Run("the caller closes", func(t *testing.T) { // over TLS: close_notify, then FIN
+		pair, err := tls.LoadX509KeyPair(o.pair.Path("client.crt"), o.pair.Path("client.key"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		roots := x509.NewCertPool()
+		roots.AddCert(o.pair.CA().Certificate())
+		overTLS := &tls.Dialer{Config: &tls.Config{Certificates: []tls.Certificate{pair}, RootCAs: roots}}
+		got := make(chan string, 1)
+		target := serving(t, func(c *net.TCPConn) {
+			all, err := io.ReadAll(c)
+			got <- fmt.Sprintf("%q, %v", all, err)
+		})
+		c, err := connecting(func(ctx context.Context) (net.Conn, error) {
+			return overTLS.DialContext(ctx, "tcp", o.connectTLS)
+		})(t.Context(), target)
+		if err != nil {
+			t.Fatal(err)
+		}
+		io.WriteString(c, "upload")
+		c.Close()
+		select {
+		case g := <-got:
+			if g != `"upload", <nil>` {
+				t.Errorf("the target gets %s", g)
+			}
+		case <-time.After(patience / 2): // half of the time after which the cloud ends an idle half-closed conn
+			t.Errorf("the target waits for the end of the upload\n%s", logs())
+		}
+	})
 	t.Run("drains", func(t *testing.T) {
 		dial := all["CONNECT"]
 		health := port(t)

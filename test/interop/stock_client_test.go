@@ -15,6 +15,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -30,6 +31,7 @@ import (
 // ours is a cloud with the egress front door, and an edge.
 type ours struct {
 	grpc, connect string // sockets
+	connectTLS    string // the address of HTTP CONNECT over TLS
 	pair          *rig.Pair
 	cloud, edge   *rig.Process
 }
@@ -63,10 +65,14 @@ func prepare(t testing.TB, cloud, edge string) *ours {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { os.RemoveAll(sockets) })
-	o := &ours{grpc: filepath.Join(sockets, "g"), connect: filepath.Join(sockets, "c")}
+	o := &ours{
+		grpc: filepath.Join(sockets, "g"), connect: filepath.Join(sockets, "c"),
+		connectTLS: net.JoinHostPort("127.0.0.1", strconv.Itoa(port(t))),
+	}
 	p, err := rig.NewPair(rig.Config{Binary: binary, Dir: dir,
-		Cloud: fmt.Sprintf("[mode.cloud.egress]\ngrpc = [%q]\nhttpconnect = [%q]\n%s", "unix://"+o.grpc, "unix://"+o.connect,
-			cloud), Edge: edge})
+		Cloud: fmt.Sprintf("[mode.cloud.egress]\ngrpc = [%q]\nhttpconnect = [%q, %q]\ncert = \"cloud.crt\"\n"+
+			"key = \"cloud.key\"\nclientca = \"ca.crt\"\nclientnames = [%q]\n%s",
+			"unix://"+o.grpc, "unix://"+o.connect, "tls://"+o.connectTLS, "kube-apiserver-kubelet-client", cloud), Edge: edge})
 	if err != nil {
 		t.Fatal(err)
 	}
