@@ -162,6 +162,8 @@ channelzaddr = "10.0.0.1:7001"
 		{"the inventory's name", server + "[mode.cloud.admin]\ninventory = \"configmap:ns/nodes\"\n", []string{
 			`7: mode.cloud.admin.inventory: "ns/nodes" is not the name of a ConfigMap: use lower-case letters, digits, ` +
 				`'-' and '.', at most 253 of them, such as "configmap:tunnel-inventory"`}},
+		{"nodes of no cluster", server + "[mode.cloud.admin]\nnodeselector = \"edge=\"\n", []string{
+			`7: mode.cloud.admin.nodeselector: it selects among the nodes in Kubernetes, and this cloud reads none: remove it`}},
 		{"the inventory's namespace", server + "[mode.cloud.admin]\ninventory = \"configmap:nodes\"\n", []string{
 			`7: mode.cloud.admin.inventory: POD_NAMESPACE "" is not the namespace of the ConfigMap: ` +
 				`set it from the pod's metadata.namespace, or write the path of a file`}},

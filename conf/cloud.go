@@ -35,6 +35,7 @@ type Cloud struct {
 	Audit       string        // [mode.cloud.audit] file, a path or AuditStdout; "": off
 	Inventory   string        // [mode.cloud.admin] inventory, a path or configmap:NAME; "": the cloud keeps none
 	Namespace   string        // namespace of the inventory's ConfigMap
+	Expected    string        // [mode.cloud.admin] nodeselector, the nodes that should have an edge; "": see ReadsNodes
 	Forwards    string        // [mode.cloud.admin] forwards, a path; "": no file of forwards
 	Page        string        // [mode.cloud.admin] page, host:port of the status page on loopback; "": off
 	Traces      Traces        // [mode.cloud.traces]
@@ -264,6 +265,7 @@ func newCloud(t *cloudTable, env Env, r *report) *Cloud {
 		Audit:       r.src.auditFile(t.Audit.File),
 		Inventory:   r.src.inventory(t.Admin.Inventory),
 		Namespace:   env.PodNamespace,
+		Expected:    t.Admin.NodeSelector,
 		Forwards:    path(t.Admin.Forwards),
 		Page:        t.Admin.Page,
 		Traces: Traces{
@@ -310,6 +312,12 @@ func (c *Cloud) InventoryMap() string {
 // AsksKubernetes reports whether the cloud needs Kubernetes for anything but the inventory.
 func (c *Cloud) AsksKubernetes() bool {
 	return c.DNS.ConfigMap != "" || c.Egress.AsksKubernetes() || c.HTTPS.AsksKubernetes() || c.Join.AsksKubernetes()
+}
+
+// ReadsNodes reports whether the cloud reads the names of the cluster's nodes. Unless Expected selects among them, each
+// node that may get a name or may join should have an edge.
+func (c *Cloud) ReadsNodes() bool {
+	return c.DNS.ConfigMap != "" || c.Egress.AsksKubernetes() || c.Join.AsksKubernetes()
 }
 
 // inventory returns Cloud.Inventory for the value of the key: a path, or configmap:NAME unchanged.
@@ -570,6 +578,9 @@ func (c *Cloud) check(r *report) {
 	c.Egress.check(r)
 	c.checkMirror(r)
 	c.checkInventory(r)
+	if c.Expected != "" && !c.ReadsNodes() {
+		r.add(adminTable+"nodeselector", "it selects among the nodes in Kubernetes, and this cloud reads none: remove it")
+	}
 	r.page(c.Page)
 	c.checkTraces(r)
 	r.ports(c.listeners())

@@ -83,10 +83,11 @@ type cloudTable struct {
 	Egress   egressKeys          `toml:"egress"`
 	Services *cloudServicesKeys  `toml:"services"` // nil: the table is missing, so the feature is off
 	Admin    struct {
-		Socket    string `toml:"socket" is:"path"`
-		Inventory string `toml:"inventory" is:"path"`
-		Forwards  string `toml:"forwards" is:"path"`
-		Page      string `toml:"page" is:"host:port"`
+		Socket       string `toml:"socket" is:"path"`
+		Inventory    string `toml:"inventory" is:"path"`
+		NodeSelector string `toml:"nodeselector" is:"label selector"`
+		Forwards     string `toml:"forwards" is:"path"`
+		Page         string `toml:"page" is:"host:port"`
 	} `toml:"admin"`
 	Audit struct {
 		// A path, or the word stdout.

@@ -77,6 +77,8 @@ func TestCluster(t *testing.T) {
 		"https without, and egress":    {cloud{HTTPS: https(&no), Egress: egress}, true, false, true, false, false},
 		"inventory":                    {remembers, true, false, false, false, false},
 		"https beside DNS":             {cloud{HTTPS: https(&yes), DNS: dns}, true, true, true, true, true},
+		"some nodes have edges":        {cloud{DNS: dns, Expected: "edge="}, true, true, true, true, false},
+		"these nodes have names":       {cloud{DNS: selecting, Expected: "edge="}, true, true, true, false, false},
 	} {
 		k, err := newCluster(&tt.cloud, slog.New(slog.DiscardHandler))
 		if err != nil {
@@ -84,7 +86,8 @@ func TestCluster(t *testing.T) {
 			continue
 		}
 		if (k.client != nil) != tt.client || (k.names != nil) != tt.names || (k.joining != nil) != tt.joining ||
-			k.names != nil && (k.names == k.joining) != tt.same || (k.pods != nil) != tt.pods {
+			k.names != nil && (k.names == k.joining) != tt.same || (k.pods != nil) != tt.pods ||
+			(k.edges != nil) != (tt.cloud.Expected != "" && tt.cloud.Expected != tt.cloud.DNS.NodeSelector) || (k.expected() != nil) != (tt.names || tt.joining) {
 			t.Errorf("%s: %+v", name, k)
 		}
 		d := new(daemon)

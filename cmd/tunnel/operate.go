@@ -105,9 +105,12 @@ func processName() string {
 	return cmp.Or(env.PodName, env.HostName)
 }
 
-// expected returns a function that lists the nodes of Kubernetes; nil if the cloud does not read them.
+// expected returns a function that lists the nodes of Kubernetes that should have an edge; nil if the cloud reads no
+// nodes.
 func (k cluster) expected() func() ([]tunnel.NodeName, bool) {
 	switch {
+	case k.edges != nil:
+		return k.edges.Names
 	case k.names != nil:
 		return k.names.Names
 	case k.joining != nil:
