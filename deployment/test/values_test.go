@@ -169,26 +169,30 @@ func TestExtraTOML(t *testing.T) {
 	}
 }
 
-// TestPortsOfEdges: the port of gRPC and the one port are in the Service of edges. The port for WebSockets, which is
-// plain HTTP, is in a Service of its own that only the cluster reaches. The NetworkPolicy has all of them. Ports on
-// loopback are nowhere.
+// TestPortsOfEdges: the port of gRPC, the one port and the port of stock agents are in the Service of edges. The port for
+// WebSockets, which is plain HTTP, is in a Service of its own that only the cluster reaches. The NetworkPolicy has all of
+// them. Ports on loopback are nowhere.
 func TestPortsOfEdges(t *testing.T) {
 	for name, tt := range map[string]struct {
 		server, service        string // values of cloud.config.stream.server and of cloud.service
 		edges, ingress, opened []string
 		peers                  string // the port of the Service of replicas
+		agents                 int    // egress.agentport
 	}{
 		"all": {
 			`{listen: ":8443", websocket: ":8080"}`, `{}`,
-			[]string{"9000 grpc 30900", "443 8443"}, []string{"8080 8080"}, []string{"9000", "8443", "8080"}, "grpc",
+			[]string{"9000 grpc 30900", "443 8443"}, []string{"8080 8080"}, []string{"9000", "8443", "8080"}, "grpc", 0,
 		},
 		"listen alone": {
 			`{grpcport: null, listen: "0.0.0.0:8443"}`, `{listenPort: 8443}`,
-			[]string{"8443 8443 30900"}, nil, []string{"8443"}, "8443",
+			[]string{"8443 8443 30900"}, nil, []string{"8443"}, "8443", 0,
 		},
 		"loopback": {
 			`{listen: "127.0.0.1:8443", websocket: "[::1]:8080"}`, `{}`,
-			[]string{"9000 grpc 30900"}, nil, []string{"9000"}, "grpc",
+			[]string{"9000 grpc 30900"}, nil, []string{"9000"}, "grpc", 0,
+		},
+		"stock agents": {
+			`{}`, `{}`, []string{"9000 grpc 30900", "8091 8091"}, nil, []string{"9000", "8091"}, "grpc", 8091,
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -201,8 +205,9 @@ cloud:
       server: %s
       peers: {service: "tunnel-cloud-peers:9000", ca: /etc/tunnel/secret/ca.crt, servername: tunnel-cloud}
     https: {addr: {"10250": "127.0.0.1:10250"}}
+    egress: {agentport: %d}
 networkPolicy: {enabled: true}
-`, tt.service, tt.server))
+`, tt.service, tt.server, tt.agents))
 			if err != nil {
 				t.Fatal(err)
 			}
