@@ -87,7 +87,8 @@ func TestCluster(t *testing.T) {
 		}
 		if (k.client != nil) != tt.client || (k.names != nil) != tt.names || (k.joining != nil) != tt.joining ||
 			k.names != nil && (k.names == k.joining) != tt.same || (k.pods != nil) != tt.pods ||
-			(k.edges != nil) != (tt.cloud.Expected != "" && tt.cloud.Expected != tt.cloud.DNS.NodeSelector) || (k.expected() != nil) != (tt.names || tt.joining) {
+			(k.edges != nil) != (tt.cloud.Expected != "" && tt.cloud.Expected != tt.cloud.DNS.NodeSelector) ||
+			(k.expected() != nil) != (tt.names || tt.joining) {
 			t.Errorf("%s: %+v", name, k)
 		}
 		d := new(daemon)
