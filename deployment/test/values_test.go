@@ -169,9 +169,9 @@ func TestExtraTOML(t *testing.T) {
 	}
 }
 
-// TestPortsOfEdges: the port of gRPC, the one port and the port of stock agents are in the Service of edges. The port for
-// WebSockets, which is plain HTTP, is in a Service of its own that only the cluster reaches. The NetworkPolicy has all of
-// them. Ports on loopback are nowhere.
+// TestPortsOfEdges: the port of gRPC, the one port and the port of stock agents are in the Service of edges. The port
+// for WebSockets, which is plain HTTP, is in a Service of its own that only the cluster reaches. The NetworkPolicy has
+// all of them. Ports on loopback are nowhere.
 func TestPortsOfEdges(t *testing.T) {
 	for name, tt := range map[string]struct {
 		server, service        string // values of cloud.config.stream.server and of cloud.service
