@@ -35,7 +35,7 @@ type Cloud struct {
 	Audit       string        // [mode.cloud.audit] file, a path or AuditStdout; "": off
 	Inventory   string        // [mode.cloud.admin] inventory, a path or configmap:NAME; "": the cloud keeps none
 	Namespace   string        // namespace of the inventory's ConfigMap
-	Expected    string        // [mode.cloud.admin] nodeselector, the nodes that should have an edge; "": see ReadsNodes
+	Expected    string        // [mode.cloud.admin] nodeselector, which nodes should have an edge; "": see ReadsNodes
 	Forwards    string        // [mode.cloud.admin] forwards, a path; "": no file of forwards
 	Page        string        // [mode.cloud.admin] page, host:port of the status page on loopback; "": off
 	Traces      Traces        // [mode.cloud.traces]
@@ -311,11 +311,10 @@ func (c *Cloud) InventoryMap() string {
 
 // AsksKubernetes reports whether the cloud needs Kubernetes for anything but the inventory.
 func (c *Cloud) AsksKubernetes() bool {
-	return c.DNS.ConfigMap != "" || c.Egress.AsksKubernetes() || c.HTTPS.AsksKubernetes() || c.Join.AsksKubernetes()
+	return c.ReadsNodes() || c.HTTPS.AsksKubernetes()
 }
 
-// ReadsNodes reports whether the cloud reads the names of the cluster's nodes. Unless Expected selects among them, each
-// node that may get a name or may join should have an edge.
+// ReadsNodes reports whether the cloud reads from Kubernetes which nodes there are: those that get a name or may join.
 func (c *Cloud) ReadsNodes() bool {
 	return c.DNS.ConfigMap != "" || c.Egress.AsksKubernetes() || c.Join.AsksKubernetes()
 }

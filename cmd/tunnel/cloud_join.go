@@ -22,7 +22,7 @@ type cluster struct {
 	client  *kube.Client
 	names   *kube.Nodes   // nodes that may appear in DNS
 	joining *kube.Nodes   // nodes that may join; nil: any node
-	edges   *kube.Nodes   // nodes that should have an edge; nil: the nodes of names, or else of joining
+	edges   *kube.Nodes   // nodes that should have an edge, perhaps names or joining; nil: the cloud reads no nodes
 	reaches *kube.Reaches // the addresses that each node reaches; nil: no module reads them
 	pods    *kube.Pods    // the node of each pod, for https; nil: https asks the kubelets
 }
@@ -70,6 +70,7 @@ func newCluster(c *conf.Cloud, log *slog.Logger) (k cluster, err error) {
 			return cluster{}, fmt.Errorf("mode.cloud.join: %w", err)
 		}
 	}
+	k.edges = cmp.Or(k.names, k.joining)
 	if c.Expected != "" && (k.names == nil || c.Expected != c.DNS.NodeSelector) {
 		if k.edges, err = k.client.Nodes(c.Expected, log); err != nil {
 			return cluster{}, fmt.Errorf("mode.cloud.admin.nodeselector: %w", err)
@@ -90,7 +91,7 @@ func (k cluster) add(d *daemon) {
 	if k.joining != nil && k.joining != k.names {
 		d.add(nodeNames{"join-names", k.joining}, nil)
 	}
-	if k.edges != nil {
+	if k.edges != cmp.Or(k.names, k.joining) {
 		d.add(nodeNames{"edge-names", k.edges}, nil)
 	}
 	if k.reaches != nil {

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"log/slog"
 	"os"
 	"path/filepath"
@@ -48,7 +49,7 @@ func TestCluster(t *testing.T) {
 	t.Setenv("KUBECONFIG", file)
 	dns := conf.DNS{ConfigMap: "nodes"}
 	selecting := conf.DNS{ConfigMap: "nodes", NodeSelector: "edge="}
-	accounts := []string{"a/b"}
+	byAccount := conf.Join{ServiceAccounts: []string{"a/b"}}
 	yes, no := true, false
 	https := func(asks *bool) conf.HTTPS {
 		return conf.HTTPS{Ports: map[string]string{"10250": "a:1"}, ClientCA: "ca", Kubernetes: asks}
@@ -56,29 +57,30 @@ func TestCluster(t *testing.T) {
 	egress := conf.Egress{GRPC: []string{"unix:///s"}, Kubernetes: true}
 	type cloud = conf.Cloud
 	type join = conf.Join
-	anyAccount := join{ServiceAccounts: accounts, AnyNode: true}
+	anyAccount := join{ServiceAccounts: byAccount.ServiceAccounts, AnyNode: true}
 	remembers := cloud{Inventory: "configmap:i", HTTPS: https(nil)}
 	closed := conf.HTTPS{ClientCA: "ca", Kubernetes: &yes}
 	for name, tt := range map[string]struct {
 		cloud                              conf.Cloud
 		client, names, joining, same, pods bool
+		edges                              bool // nodes of their own are read for the nodes that should have an edge
 	}{
-		"no Kubernetes":                {cloud{Join: join{CA: "ca", CAKey: "key"}}, false, false, false, false, false},
-		"DNS":                          {cloud{DNS: dns}, true, true, true, true, false},
-		"DNS with a selector":          {cloud{DNS: selecting}, true, true, true, false, false},
-		"DNS, and any node may join":   {cloud{DNS: dns, Join: join{AnyNode: true}}, true, true, false, false, false},
-		"ServiceAccounts":              {cloud{Join: join{ServiceAccounts: accounts}}, true, false, true, false, false},
-		"ServiceAccounts of any nodes": {cloud{Join: anyAccount}, true, false, false, false, false},
-		"Kubernetes signs":             {cloud{Join: join{Kubernetes: true}}, true, false, true, false, false},
-		"https":                        {cloud{HTTPS: https(&yes)}, true, false, false, false, true},
-		"https by itself":              {cloud{HTTPS: https(nil)}, false, false, false, false, false},
-		"https without a port":         {cloud{HTTPS: closed}, false, false, false, false, false},
-		"https beside egress":          {cloud{HTTPS: https(nil), Egress: egress}, true, false, true, false, true},
-		"https without, and egress":    {cloud{HTTPS: https(&no), Egress: egress}, true, false, true, false, false},
-		"inventory":                    {remembers, true, false, false, false, false},
-		"https beside DNS":             {cloud{HTTPS: https(&yes), DNS: dns}, true, true, true, true, true},
-		"some nodes have edges":        {cloud{DNS: dns, Expected: "edge="}, true, true, true, true, false},
-		"these nodes have names":       {cloud{DNS: selecting, Expected: "edge="}, true, true, true, false, false},
+		"no Kubernetes":                {cloud{Join: join{CA: "ca", CAKey: "key"}}, false, false, false, false, false, false},
+		"DNS":                          {cloud{DNS: dns}, true, true, true, true, false, false},
+		"DNS with a selector":          {cloud{DNS: selecting}, true, true, true, false, false, false},
+		"DNS, and any node may join":   {cloud{DNS: dns, Join: join{AnyNode: true}}, true, true, false, false, false, false},
+		"ServiceAccounts":              {cloud{Join: byAccount}, true, false, true, false, false, false},
+		"ServiceAccounts of any nodes": {cloud{Join: anyAccount}, true, false, false, false, false, false},
+		"Kubernetes signs":             {cloud{Join: join{Kubernetes: true}}, true, false, true, false, false, false},
+		"https":                        {cloud{HTTPS: https(&yes)}, true, false, false, false, true, false},
+		"https by itself":              {cloud{HTTPS: https(nil)}, false, false, false, false, false, false},
+		"https without a port":         {cloud{HTTPS: closed}, false, false, false, false, false, false},
+		"https beside egress":          {cloud{HTTPS: https(nil), Egress: egress}, true, false, true, false, true, false},
+		"https without, and egress":    {cloud{HTTPS: https(&no), Egress: egress}, true, false, true, false, false, false},
+		"inventory":                    {remembers, true, false, false, false, false, false},
+		"https beside DNS":             {cloud{HTTPS: https(&yes), DNS: dns}, true, true, true, true, true, false},
+		"some nodes have edges":        {cloud{DNS: dns, Expected: "edge="}, true, true, true, true, false, true},
+		"these nodes have names":       {cloud{DNS: selecting, Expected: "edge="}, true, true, true, false, false, false},
 	} {
 		k, err := newCluster(&tt.cloud, slog.New(slog.DiscardHandler))
 		if err != nil {
@@ -87,8 +89,7 @@ func TestCluster(t *testing.T) {
 		}
 		if (k.client != nil) != tt.client || (k.names != nil) != tt.names || (k.joining != nil) != tt.joining ||
 			k.names != nil && (k.names == k.joining) != tt.same || (k.pods != nil) != tt.pods ||
-			(k.edges != nil) != (tt.cloud.Expected != "" && tt.cloud.Expected != tt.cloud.DNS.NodeSelector) ||
-			(k.expected() != nil) != (tt.names || tt.joining) {
+			(k.edges != cmp.Or(k.names, k.joining)) != tt.edges || (k.expected() != nil) != (tt.names || tt.joining) {
 			t.Errorf("%s: %+v", name, k)
 		}
 		d := new(daemon)

@@ -105,18 +105,13 @@ func processName() string {
 	return cmp.Or(env.PodName, env.HostName)
 }
 
-// expected returns a function that lists the nodes of Kubernetes that should have an edge; nil if the cloud reads no
-// nodes.
+// expected returns a function that lists the nodes that should have an edge. It returns nil if the cloud reads no nodes
+// from Kubernetes.
 func (k cluster) expected() func() ([]tunnel.NodeName, bool) {
-	switch {
-	case k.edges != nil:
-		return k.edges.Names
-	case k.names != nil:
-		return k.names.Names
-	case k.joining != nil:
-		return k.joining.Names
+	if k.edges == nil {
+		return nil
 	}
-	return nil
+	return k.edges.Names
 }
 
 // remembering returns an issuer that tells the inventory of each certificate.

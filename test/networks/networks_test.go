@@ -223,14 +223,14 @@ func (s *site) join(flags ...string) string {
 	return said
 }
 
-// work is how long processes have used processors.
+// work is the processor time of processes.
 type work struct {
 	tunnel time.Duration // cloud and edge
 	boxes  time.Duration
 	ends   time.Duration // caller and target: this process
 }
 
-// work returns how long the processes have used processors so far.
+// work returns the processor time that the processes of the site have used until now.
 func (s *site) work() (w work) {
 	s.t.Helper()
 	sum := func(all ...*rig.Process) (sum time.Duration) {
@@ -253,12 +253,12 @@ func (s *site) work() (w work) {
 	}
 }
 
-// since returns the work that was done after another time.
+// since returns the processor time that was used after before.
 func (w work) since(before work) work {
 	return work{w.tunnel - before.tunnel, w.boxes - before.boxes, w.ends - before.ends}
 }
 
-// all is the work of all processes.
+// all returns the processor time of all processes.
 func (w work) all() time.Duration { return w.tunnel + w.boxes + w.ends }
 
 // box is a program in between. It is installed under one of names.

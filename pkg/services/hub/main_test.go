@@ -11,7 +11,7 @@ import (
 )
 
 func TestMain(m *testing.M) {
-	if server := os.Getenv(bareEdges); server != "" {
+	if server := os.Getenv(bareServer); server != "" {
 		runBareEdges(server)
 		return
 	}
@@ -19,17 +19,20 @@ func TestMain(m *testing.M) {
 }
 
 const (
-	// bareEdges is the variable that makes TestMain run the edges of BenchmarkTLSAlone. It is the server's address.
-	bareEdges = "TUNNEL_BARE_EDGES"
-	// batchSize and nextSize are the bytes of a batch with one endpoint and of the request for the next one, with the
-	// headers of gRPC and HTTP/2.
-	batchSize, nextSize = 150, 30
+	// edges is how many edges a benchmark has.
+	edges = 500
+	// bareServer is an environment variable with the address of the server of BenchmarkTLSAlone. A process with the
+	// variable runs the edges of the benchmark, and no test.
+	bareServer = "TUNNEL_BARE_SERVER"
+	// batchSize and nextSize are the bytes of BenchmarkChange's batch (146), and of an empty request. Each has 14 bytes
+	// of headers: 5 of gRPC, and 9 of HTTP/2.
+	batchSize, nextSize = 160, 14
 )
 
-// runBareEdges runs the edges of BenchmarkTLSAlone until the server closes the connections.
+// runBareEdges connects to the server of BenchmarkTLSAlone, and asks for batches until the server hangs up.
 func runBareEdges(server string) {
 	var running sync.WaitGroup
-	for range 500 {
+	for range edges {
 		running.Go(func() {
 			c, err := tls.Dial("tcp", server, &tls.Config{InsecureSkipVerify: true}) //nolint:gosec // the test's own server
 			if err != nil {
