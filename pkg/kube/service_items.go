@@ -164,9 +164,9 @@ const (
 	// The Service of the cluster's DNS is in dnsNamespace. Its name, or the value of its label dnsLabel, is dnsName:
 	// some distributions change the name, but keep the label.
 	dnsNamespace, dnsName, dnsLabel = "kube-system", "kube-dns", "k8s-app"
-	// kube-proxy leaves out Services that have one of these labels, whatever its value: another proxy serves them, or none
-	// (informers of cmd/kube-proxy/app/server.go).
-	otherProxyLabel, noProxyLabel = "service.kubernetes.io/service-proxy-name", "service.kubernetes.io/headless"
+	// kube-proxy leaves out Services with otherProxyLabel, and EndpointSlices with headlessLabel, whatever the value.
+	// Before Kubernetes 1.36 it also left out Services with headlessLabel (informers of cmd/kube-proxy/app/server.go).
+	otherProxyLabel, headlessLabel = "service.kubernetes.io/service-proxy-name", "service.kubernetes.io/headless"
 	// spreadAnnotation, with the value "true", gives each endpoint the same chance to get a connection.
 	spreadAnnotation = "tunnel.example/spread"
 )
@@ -188,7 +188,7 @@ func (s *serviceObject) item() *services.Service {
 		ips = []string{spec.ClusterIP}
 	}
 	_, otherProxy := s.Labels[otherProxyLabel]
-	_, noProxy := s.Labels[noProxyLabel]
+	_, noProxy := s.Labels[headlessLabel]
 	item := &services.Service{
 		ClusterIps: ips, Headless: len(ips) == 0, ExternalIps: spec.ExternalIPs, OtherProxy: otherProxy || noProxy,
 		Spread:          s.Annotations[spreadAnnotation] == "true",

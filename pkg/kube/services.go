@@ -37,9 +37,9 @@ type Services struct {
 	log        *slog.Logger
 	tooLarge   tunnel.Limiter // limits log lines about objects that are too large
 
-	mu       sync.Mutex          // guards the following; held during calls of the sink, which keeps their order
-	services map[string]struct{} // the Services that the sink has, by NAMESPACE/NAME
-	slices   map[string]slice    // all EndpointSlices by NAMESPACE/NAME, even if the sink lacks their Service
+	mu       sync.Mutex       // guards the following; held during calls of the sink, which keeps their order
+	services map[string]told  // the Services that the sink has, by NAMESPACE/NAME
+	slices   map[string]slice // all EndpointSlices by NAMESPACE/NAME, even if the sink lacks their Service
 	// of maps a Service to its EndpointSlices, both as NAMESPACE/NAME.
 	of       map[string]map[string]struct{}
 	nodeless map[string]struct{} // the EndpointSlices with endpoints in slice.nodeless
@@ -49,9 +49,15 @@ type Services struct {
 	errs     map[string]error // why the objects of a kind may be out of date; no entry: they are up to date
 }
 
+// told is the part of a Service that Services keeps.
+type told struct {
+	headless bool // it has no ClusterIP
+}
+
 // slice is the part of an EndpointSlice that Services keeps.
 type slice struct {
 	service   string // NAMESPACE/NAME
+	headless  bool   // it has the label service.kubernetes.io/headless
 	endpoints map[services.Path][]byte
 	nodeless  map[services.Path]*services.Endpoint // the endpoints whose node the slice does not say
 }
@@ -70,7 +76,7 @@ func (c *Client) Services(
 ) *Services {
 	return &Services{
 		client: c, namespaces: namespaces, sink: sink, counters: counters, log: log,
-		services: make(map[string]struct{}), slices: make(map[string]slice), of: make(map[string]map[string]struct{}),
+		services: make(map[string]told), slices: make(map[string]slice), of: make(map[string]map[string]struct{}),
 		nodeless: make(map[string]struct{}), nodes: make(map[string]struct{}), owners: newPodOwners(),
 		read: make(map[string]bool), errs: make(map[string]error),
 	}
@@ -217,18 +223,28 @@ func (s *Services) tells(namespace string) bool {
 	return s.namespaces == nil || slices.Contains(s.namespaces, namespace)
 }
 
+// has reports whether the sink has the endpoints of a slice. It lacks those of a slice with the label
+// service.kubernetes.io/headless, unless the Service is headless: kube-proxy leaves out such a slice, too. The caller
+// holds mu.
+func (s *Services) has(of slice) bool {
+	service, ok := s.services[of.service]
+	return ok && (service.headless || !of.headless)
+}
+
 func (s *Services) serviceStore() *serviceStore {
 	path := func(key string) services.Path { return services.ServicePath(cut(key)) }
 	remove := func(key string) {
 		if _, ok := s.services[key]; !ok {
 			return
 		}
-		delete(s.services, key)
 		for name := range s.of[key] {
-			for p := range s.slices[name].endpoints {
-				s.sink.Delete(p)
+			if of := s.slices[name]; s.has(of) {
+				for p := range of.endpoints {
+					s.sink.Delete(p)
+				}
 			}
 		}
+		delete(s.services, key)
 		s.sink.Delete(path(key))
 	}
 	return &serviceStore{s: s, kind: kindServices, remove: remove,
@@ -243,13 +259,21 @@ func (s *Services) serviceStore() *serviceStore {
 				return nil
 			}
 			s.sink.Set(path(key), value)
-			if _, ok = s.services[key]; ok {
-				return nil
-			}
-			s.services[key] = struct{}{}
+			had := make(map[string]bool, len(s.of[key]))
 			for name := range s.of[key] {
-				for p, endpoint := range s.slices[name].endpoints {
-					s.sink.Set(p, endpoint)
+				had[name] = s.has(s.slices[name])
+			}
+			s.services[key] = told{headless: object.Spec.ClusterIP == noClusterIP}
+			for name, had := range had {
+				of := s.slices[name]
+				has := s.has(of)
+				for p, endpoint := range of.endpoints {
+					switch {
+					case has && !had:
+						s.sink.Set(p, endpoint)
+					case had && !has:
+						s.sink.Delete(p)
+					}
 				}
 			}
 			return nil
@@ -262,9 +286,9 @@ func (s *Services) sliceStore() *serviceStore {
 	// put stores a slice; nil endpoints remove it.
 	put := func(key string, now slice) {
 		before := s.slices[key]
-		_, told := s.services[before.service]
+		had, has := s.has(before), s.has(now)
 		for p := range before.endpoints {
-			if _, stays := now.endpoints[p]; told && !stays {
+			if _, stays := now.endpoints[p]; had && !(has && stays) {
 				s.sink.Delete(p)
 			}
 		}
@@ -285,9 +309,8 @@ func (s *Services) sliceStore() *serviceStore {
 			s.of[now.service] = make(map[string]struct{})
 		}
 		s.of[now.service][key] = struct{}{}
-		_, told = s.services[now.service]
 		for p, value := range now.endpoints {
-			if old, ok := before.endpoints[p]; told && (!ok || !bytes.Equal(old, value)) {
+			if has && !(had && bytes.Equal(before.endpoints[p], value)) {
 				s.sink.Set(p, value)
 			}
 		}
@@ -302,6 +325,7 @@ func (s *Services) sliceStore() *serviceStore {
 			now := slice{endpoints: make(map[services.Path][]byte), nodeless: make(map[services.Path]*services.Endpoint)}
 			if service := object.Labels[serviceName]; service != "" && s.tells(object.Namespace) {
 				now.service = object.Namespace + "/" + service
+				_, now.headless = object.Labels[headlessLabel]
 				for _, e := range object.items() {
 					p := services.EndpointPath(object.Namespace, service, object.Name, e.GetAddress())
 					if e.GetNode() == "" && now.service != apiService {
@@ -331,7 +355,7 @@ func (s *Services) setNetworks(node string, networks []netip.Prefix) {
 	}
 	for key := range s.nodeless {
 		of := s.slices[key]
-		_, told := s.services[of.service]
+		has := s.has(of)
 		for p, e := range of.nodeless {
 			home := s.owners.owner(e.GetAddress())
 			if home == e.GetHome() {
@@ -342,7 +366,7 @@ func (s *Services) setNetworks(node string, networks []netip.Prefix) {
 			if value == nil {
 				continue
 			}
-			if of.endpoints[p] = value; told {
+			if of.endpoints[p] = value; has {
 				s.sink.Set(p, value)
 			}
 		}

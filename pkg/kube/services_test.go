@@ -179,6 +179,52 @@ func TestServicesTellEndpointsOfToldServices(t *testing.T) {
 	got.want("other endpoints, and no Node", web, two)
 }
 
+// An EndpointSlice with the label service.kubernetes.io/headless gives a Service with a ClusterIP no endpoints, as with
+// kube-proxy. It gives them to a headless Service: EndpointSlices of such a Service have the label.
+func TestServicesHeadlessSlices(t *testing.T) {
+	got := newSink(t)
+	s := new(Client).Services(nil, got, new(tunnel.Counters), slog.New(slog.DiscardHandler))
+	svcs, slcs := s.serviceStore(), s.sliceStore()
+	must := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	service := func(clusterIP string) *serviceObject {
+		o := aService("shop", "web")
+		o.Spec.ClusterIP = clusterIP
+		return o
+	}
+	labelled := func(addresses ...string) *sliceObject {
+		o := aSlice("shop", "web", "web-a", addresses...)
+		o.Labels[headlessLabel] = ""
+		return o
+	}
+	const web, one, two = "service/shop/web", "endpoint/shop/web/web-a/10.0.0.1", "endpoint/shop/web/web-a/10.0.0.2"
+	must(svcs.Add(service("10.96.0.7")))
+	must(slcs.Add(aSlice("shop", "web", "web-a", "10.0.0.1")))
+	got.want("without the label", web, one)
+	must(slcs.Update(labelled("10.0.0.1")))
+	got.want("the slice gets the label", web)
+	must(slcs.Update(labelled("10.0.0.1", "10.0.0.2")))
+	got.want("and an address", web)
+	must(svcs.Update(service("None")))
+	got.want("the Service is made anew, headless", web, one, two)
+	must(slcs.Update(aSlice("shop", "web", "web-a", "10.0.0.1", "10.0.0.2")))
+	must(slcs.Update(labelled("10.0.0.1", "10.0.0.2")))
+	got.want("a headless Service has both kinds", web, one, two)
+	must(svcs.Update(service("10.96.0.7")))
+	got.want("the Service is made anew, with a ClusterIP", web)
+	must(slcs.Update(aSlice("shop", "web", "web-a", "10.0.0.1", "10.0.0.2")))
+	got.want("the slice loses the label", web, one, two)
+	must(slcs.Update(labelled("10.0.0.1")))
+	must(svcs.Delete(service("")))
+	got.want("the Service is deleted")
+	must(svcs.Add(service("10.96.0.7")))
+	got.want("the Service comes again", web)
+}
+
 const servicesJSON = `{"kind": "ServiceList", "apiVersion": "v1", "metadata": {"resourceVersion": "1"}, "items": [
 {"metadata": {"name": "web", "namespace": "shop", "resourceVersion": "1", "managedFields": [{"manager": "kubectl"}]},
 	"spec": {"type": "NodePort", "clusterIP": "10.96.0.1", "clusterIPs": ["10.96.0.1", "fd00::1"],

@@ -87,6 +87,7 @@ layer etcd
 image busybox '"Cmd":["sh"]' busybox
 image agnhost '"Entrypoint":["/agnhost"],"Cmd":["pause"]' busybox tools agnhost
 image jessie-dnsutils '"Cmd":["sh"]' busybox tools
+image glibc-dns-testing '"Cmd":["sh"]' busybox tools
 image nautilus '"Entrypoint":["/agnhost"],"Cmd":["test-webserver"]' busybox tools agnhost nautilus
 image httpd '"Cmd":["httpd","-f","-p","80","-h","/htdocs"]' busybox web
 image nginx '"Cmd":["httpd","-f","-p","80","-h","/htdocs"]' busybox web
