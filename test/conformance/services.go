@@ -13,6 +13,8 @@ func Services() Suite {
 		Excused: map[string]string{
 			"[sig-network] Networking Granular Checks: Services should function for endpoint-Service: http": direct,
 			"[sig-network] Networking Granular Checks: Services should function for endpoint-Service: udp":  direct,
+			"[sig-network] Networking Granular Checks: Services should function for multiple endpoint-Services with same " +
+				"selector": direct,
 			"[sig-network] Services should implement NodePort and HealthCheckNodePort correctly when " +
 				"ExternalTrafficPolicy changes": "A pod sees an address of its own node if the caller is on another one.",
 		},
