@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"net/netip"
 	"slices"
+	"strings"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -196,7 +197,7 @@ func (s *serviceObject) item() *services.Service {
 		InternalLocal:   spec.InternalTrafficPolicy == policyLocal,
 		Distribution:    spec.TrafficDistribution,
 		PublishNotReady: spec.PublishNotReadyAddresses, HealthCheckNodePort: uint32(spec.HealthCheckNodePort),
-		LoadBalancerLimited: len(spec.SourceRanges) > 0,
+		LoadBalancerLimited: limits(spec.SourceRanges),
 	}
 	reachable := spec.Type == typeNodePort || spec.Type == typeLoadBalancer || len(spec.ExternalIPs) > 0
 	item.ExternalLocal = spec.ExternalTrafficPolicy == policyLocal && reachable
@@ -214,6 +215,18 @@ func (s *serviceObject) item() *services.Service {
 		}
 	}
 	return item
+}
+
+// limits reports whether the source ranges of a load balancer exclude any address. As for kube-proxy, 0.0.0.0/0 permits
+// every IPv4 address, and ::/0 every IPv6 address.
+func limits(ranges []string) bool {
+	every := make(map[bool]bool) // by whether it is IPv6
+	for _, text := range ranges {
+		if p, err := netip.ParsePrefix(strings.TrimSpace(text)); err == nil && p.Bits() == 0 {
+			every[p.Addr().Is6()] = true
+		}
+	}
+	return slices.ContainsFunc(ranges, func(text string) bool { return !every[strings.Contains(text, ":")] })
 }
 
 // items returns the endpoints of a slice. Only the first address of an endpoint counts. If two endpoints have the same

@@ -258,7 +258,6 @@ func (s *Services) serviceStore() *serviceStore {
 				remove(key)
 				return nil
 			}
-			s.sink.Set(path(key), value)
 			had := make(map[string]bool, len(s.of[key]))
 			for name := range s.of[key] {
 				had[name] = s.has(s.slices[name])
@@ -276,6 +275,7 @@ func (s *Services) serviceStore() *serviceStore {
 					}
 				}
 			}
+			s.sink.Set(path(key), value) // after its endpoints: until then, nobody refuses its connections
 			return nil
 		},
 		keys: func() []string { return keysOf(s.services) },
@@ -287,6 +287,12 @@ func (s *Services) sliceStore() *serviceStore {
 	put := func(key string, now slice) {
 		before := s.slices[key]
 		had, has := s.has(before), s.has(now)
+		// The sink passes each call on to edges at once, so new endpoints come before old ones go.
+		for p, value := range now.endpoints {
+			if has && !(had && bytes.Equal(before.endpoints[p], value)) {
+				s.sink.Set(p, value)
+			}
+		}
 		for p := range before.endpoints {
 			if _, stays := now.endpoints[p]; had && !(has && stays) {
 				s.sink.Delete(p)
@@ -309,11 +315,6 @@ func (s *Services) sliceStore() *serviceStore {
 			s.of[now.service] = make(map[string]struct{})
 		}
 		s.of[now.service][key] = struct{}{}
-		for p, value := range now.endpoints {
-			if has && !(had && bytes.Equal(before.endpoints[p], value)) {
-				s.sink.Set(p, value)
-			}
-		}
 		s.slices[key] = now
 	}
 	return &serviceStore{s: s, kind: kindSlices,

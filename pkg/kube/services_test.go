@@ -179,6 +179,60 @@ func TestServicesTellEndpointsOfToldServices(t *testing.T) {
 	got.want("other endpoints, and no Node", web, two)
 }
 
+// A load balancer is limited if a range of its callers leaves out an address.
+func TestServicesSourceRanges(t *testing.T) {
+	for _, c := range []struct {
+		ranges []string
+		want   bool
+	}{
+		{nil, false},
+		{[]string{"192.0.2.0/24"}, true},
+		{[]string{"192.0.2.0/24", " 0.0.0.0/0"}, false},
+		{[]string{"0.0.0.0/0", "::/0"}, false},
+		{[]string{"0.0.0.0/0", "2001:db8::/32"}, true},
+		{[]string{"0.0.0.0/"}, true},
+	} {
+		o := aService("shop", "web")
+		o.Spec.SourceRanges = c.ranges
+		if got := o.item().GetLoadBalancerLimited(); got != c.want {
+			t.Errorf("%q: limited: %t", c.ranges, got)
+		}
+	}
+}
+
+// emptied fails the test if a Service that has been told has no endpoint at some time.
+type emptied struct{ *sink }
+
+func (e emptied) check() {
+	var service, endpoints bool
+	for _, p := range e.paths() {
+		of := services.ServiceOf(p) != ""
+		service, endpoints = service || !of, endpoints || of
+	}
+	if service && !endpoints {
+		e.t.Errorf("for a moment, the sink has only %v", e.paths())
+	}
+}
+
+func (e emptied) Set(p services.Path, value []byte) { e.sink.Set(p, value); e.check() }
+func (e emptied) Delete(p services.Path)            { e.sink.Delete(p); e.check() }
+
+// While one change replaces all endpoints of a Service, edges never know it without any: they would refuse connections.
+func TestServicesNeverWithoutEndpoints(t *testing.T) {
+	got := emptied{newSink(t)}
+	s := new(Client).Services(nil, got, new(tunnel.Counters), slog.New(slog.DiscardHandler))
+	svcs, slcs := s.serviceStore(), s.sliceStore()
+	for _, err := range []error{
+		slcs.Add(aSlice("shop", "web", "web-a", "10.0.0.1", "10.0.0.2")), svcs.Add(aService("shop", "web")),
+		slcs.Update(aSlice("shop", "web", "web-a", "10.0.0.3")),
+	} {
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	got.want("in the end", "service/shop/web", "endpoint/shop/web/web-a/10.0.0.3")
+}
+
 // An EndpointSlice with the label service.kubernetes.io/headless gives a Service with a ClusterIP no endpoints, as with
 // kube-proxy. It gives them to a headless Service: EndpointSlices of such a Service have the label.
 func TestServicesHeadlessSlices(t *testing.T) {
