@@ -57,9 +57,7 @@ type Choice struct {
 func Choose(svc *Service, port *Port, at netip.Addr, endpoints []Named, self Self) Choice {
 	v6 := at.Unmap().Is6()
 	sameFamily := func(addr string) bool { return strings.Contains(addr, ":") == v6 }
-	all := unique(keep(endpoints, func(e *Endpoint) bool {
-		return sameFamily(e.GetAddress()) && TargetPort(e, port) != 0
-	}), port)
+	all := candidates(port, at, endpoints)
 	ready := keep(all, (*Endpoint).GetReady)
 
 	external := port.GetNodePort() != 0 || slices.ContainsFunc(svc.GetExternalIps(), sameFamily) ||
@@ -84,6 +82,21 @@ func Choose(svc *Service, port *Port, at netip.Addr, endpoints []Named, self Sel
 	}
 	c.Reachable = union(c.Cluster, c.Local)
 	return c
+}
+
+// Serving returns the endpoints of a port of a Service that serve, whether or not new connections may go to them. at is
+// an address of the Service: the endpoints are of its family. An existing flow of UDP may continue with such an
+// endpoint (kubernetes/pkg/proxy/conntrack/cleanup.go).
+func Serving(port *Port, at netip.Addr, endpoints []Named) []Named {
+	return keep(candidates(port, at, endpoints), func(e *Endpoint) bool { return e.GetServing() || e.GetReady() })
+}
+
+// candidates returns the endpoints of a port of a Service in the family of the address at.
+func candidates(port *Port, at netip.Addr, endpoints []Named) []Named {
+	v6 := at.Unmap().Is6()
+	return unique(keep(endpoints, func(e *Endpoint) bool {
+		return strings.Contains(e.GetAddress(), ":") == v6 && TargetPort(e, port) != 0
+	}), port)
 }
 
 // TargetPort returns the port at which an endpoint serves a port of its Service: the one of its slice with the same

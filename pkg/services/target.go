@@ -42,6 +42,15 @@ func ParseTarget(s string) (Target, error) {
 	return Target{Endpoint: fields[0], Protocol: fields[1], Port: uint16(port)}, nil
 }
 
+// AddressOf returns the address of an endpoint.
+func AddressOf(endpoint Path) string {
+	parts := split(endpoint)
+	if parts == nil || parts[0] != kindEndpoint {
+		return ""
+	}
+	return parts[len(parts)-1]
+}
+
 // ServiceOf returns the path of the Service of an endpoint.
 func ServiceOf(endpoint Path) Path {
 	parts := split(endpoint)

@@ -176,7 +176,7 @@ func (d *door) setPorts(all rules) {
 	for i, listener := range d.addrs() {
 		datagrams := d.sockets[i].LocalAddr().(*net.UDPAddr).AddrPort() //nolint:forcetypeassert // it is a UDP socket
 		for at, r := range all {
-			if !at.isPort() || !r.relayed() || at.Addr().Is4() != listener.Addr().Is4() {
+			if !at.isPort() || !r.flowsRelayed() || at.Addr().Is4() != listener.Addr().Is4() {
 				continue
 			}
 			r.port = listener.Port()
@@ -308,7 +308,7 @@ func (r *Relay) reach(ctx context.Context, to address, from netip.Addr) (net.Con
 		var c net.Conn
 		c, err = r.try(ctx, one)
 		if err == nil {
-			r.affinity.put(key, one.Path, sticky)
+			r.affinity.put(key, one.address(), sticky)
 			return c, nil
 		}
 		if tunnel.CodeOf(err) == tunnel.Refused || ctx.Err() != nil {
@@ -370,7 +370,7 @@ type attempt struct {
 // order returns the ways in the order in which the relay tries them. The endpoint that the caller had before is first.
 // Then come endpoints that the node reaches by itself, and then the far ones, each group at random. With spread, any
 // endpoint may be the first one, with equal chances.
-func order(w ways, before string, spread bool) []attempt {
+func order(w ways, before netip.AddrPort, spread bool) []attempt {
 	all := make([]attempt, 0, len(w.direct)+len(w.far))
 	for _, one := range shuffled(w.direct) {
 		all = append(all, attempt{one, false})
@@ -382,7 +382,7 @@ func order(w ways, before string, spread bool) []attempt {
 		i := rand.IntN(len(all))
 		all[0], all[i] = all[i], all[0]
 	}
-	if i := slices.IndexFunc(all, func(a attempt) bool { return a.Path == before }); i > 0 {
+	if i := slices.IndexFunc(all, func(a attempt) bool { return a.address() == before }); i > 0 {
 		first := all[i]
 		all = slices.Insert(slices.Delete(all, i, i+1), 0, first)
 	}
@@ -547,7 +547,7 @@ type affinity struct {
 }
 
 type affine struct {
-	endpoint string // the path of the endpoint
+	endpoint netip.AddrPort
 	until    time.Time
 }
 
@@ -555,23 +555,23 @@ func newAffinity(limit int) *affinity {
 	return &affinity{max: limit, last: make(map[affinityKey]affine)}
 }
 
-// get returns the path of the endpoint that the caller had; "": none. sticky is the time of the session affinity; 0:
-// the Service has none.
-func (a *affinity) get(key affinityKey, sticky time.Duration) string {
+// get returns the address of the endpoint that the caller had; the zero AddrPort: none. sticky is the time of the
+// session affinity; 0: the Service has none.
+func (a *affinity) get(key affinityKey, sticky time.Duration) (endpoint netip.AddrPort) {
 	if sticky == 0 {
-		return ""
+		return endpoint
 	}
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	if had := a.last[key]; time.Now().Before(had.until) {
 		return had.endpoint
 	}
-	return ""
+	return endpoint
 }
 
 // put remembers the endpoint of a caller for sticky. If there is no room, put first forgets callers whose time is over,
 // and then any others.
-func (a *affinity) put(key affinityKey, endpoint string, sticky time.Duration) {
+func (a *affinity) put(key affinityKey, endpoint netip.AddrPort, sticky time.Duration) {
 	if sticky == 0 {
 		return
 	}

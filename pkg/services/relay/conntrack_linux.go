@@ -93,11 +93,10 @@ func attribute(b []byte, kind uint16) []byte {
 
 // forget implements kernel.
 func (k *linux) forget(before, after rules) error {
-	if len(k.left) > 0 {
+	if len(k.left) > 0 { // it has no ports of the relay for node ports, so look at all
 		maps.Copy(k.left, before)
 		before, k.left = k.left, nil
-	}
-	if before, after = outdates(before, after); len(before)+len(after) == 0 {
+	} else if before, after = outdates(before, after); len(before)+len(after) == 0 {
 		return nil // nothing can be outdated, for example when only an endpoint comes: skip the list of all entries
 	}
 	var errs []error
@@ -235,7 +234,7 @@ func (o outdated) stale(at address, leads netip.AddrPort) (stale, known bool) {
 	}
 	was, ok := o.before[at]
 	if o.beside {
-		was.ends, was.local = nil, nil
+		was.ends, was.local, was.serving = nil, nil, nil
 	}
 	return ok && was.leads(leads, o.own), ok
 }

@@ -32,7 +32,7 @@ type router struct {
 
 var _ udp.Router = (*router)(nil)
 
-// Route implements udp.Router. A flow keeps its endpoint as long as Kubernetes permits that endpoint.
+// Route implements udp.Router. A flow keeps its endpoint as long as the endpoint serves, even if new flows go to others.
 func (o *router) Route(caller netip.AddrPort, had string) (target string, why udp.Reason, ok bool) {
 	r := o.relay
 	from := caller.Addr().Unmap()
@@ -50,20 +50,43 @@ func (o *router) Route(caller netip.AddrPort, had string) (target string, why ud
 	if !known {
 		return "", udp.DropDenied, false
 	}
+	if still, ok := r.stillServes(f, had); ok {
+		return still, 0, true
+	}
 	sticky := time.Duration(f.service.GetAffinitySeconds()) * time.Second
 	key := affinityKey{from, f.path, f.port.GetName()}
 	ordered := order(w, r.affinity.get(key, sticky), spread)
-	isHad := func(a attempt) bool { return a.target() == had }
-	works := func(a attempt) bool { return !r.failures.recent(a.target()) }
-	switch {
-	case len(ordered) == 0:
+	if len(ordered) == 0 {
 		return "", udp.DropUnreachable, false
-	case slices.ContainsFunc(ordered, isHad):
-		return had, 0, true
 	}
+	works := func(a attempt) bool { return !r.failures.recent(a.target()) }
 	next := ordered[max(0, slices.IndexFunc(ordered, works))]
-	r.affinity.put(key, next.Path, sticky)
+	r.affinity.put(key, next.address(), sticky)
 	return next.target(), 0, true
+}
+
+// stillServes returns the target of the endpoint that a flow to a frontend had. The target changes if the endpoint is
+// in another EndpointSlice now. ok is false if the endpoint serves no more, or if the flow had none.
+func (r *Relay) stillServes(f frontend, had string) (target string, ok bool) {
+	t, err := services.ParseTarget(had)
+	if err != nil {
+		return "", false
+	}
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	w := r.planner.ways(r.state, f, services.Serving(f.port, f.at.Addr(), r.state.Endpoints(f.path)))
+	all := slices.Concat(w.direct, w.far)
+	for _, one := range all {
+		if one.target() == had {
+			return had, true
+		}
+	}
+	for _, one := range all {
+		if one.GetAddress() == services.AddressOf(t.Endpoint) && one.port == t.Port {
+			return one.target(), true
+		}
+	}
+	return "", false
 }
 
 // datagramTimeout bounds the dial of a conn for datagrams. During the dial, the conn's datagrams wait or are dropped.

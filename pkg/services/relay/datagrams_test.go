@@ -89,6 +89,32 @@ func TestRouteDatagrams(t *testing.T) {
 		t.Errorf("with both away, the router chooses %s", got)
 	}
 
+	// An endpoint that terminates keeps its flows as long as it serves.
+	apply := func(changes *pb.Changes) {
+		t.Helper()
+		if _, _, err := o.relay.applySeries([]*pb.Changes{changes}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	drains := datagramEndpoint("10.88.2.5", "edge2", 5353)
+	drains.Ready, drains.Terminating = false, true
+	apply(&pb.Changes{Set: []*pb.Item{item(t, far4, drains)}})
+	if got, other := route(t, o, caller, a), route(t, o, caller, ""); got != a || other != b {
+		t.Errorf("with an endpoint that terminates, its flow goes to %s, and a new one to %s", got, other)
+	}
+	drains.Serving = false
+	apply(&pb.Changes{Set: []*pb.Item{item(t, far4, drains)}})
+	if got := route(t, o, caller, a); got != b {
+		t.Errorf("the flow of an endpoint that serves no more goes to %s", got)
+	}
+	// In another EndpointSlice it is the same endpoint.
+	moved := services.EndpointPath("shop", "web", "web-z", "10.88.2.5")
+	apply(&pb.Changes{Deleted: []string{far4}, Set: []*pb.Item{item(t, moved, datagramEndpoint("10.88.2.5", "edge2", 5353))}})
+	if got := route(t, o, caller, a); got != moved+" UDP 5353" {
+		t.Errorf("the flow of an endpoint in another EndpointSlice goes to %s", got)
+	}
+	apply(&pb.Changes{Deleted: []string{moved}, Set: []*pb.Item{item(t, far4, datagramEndpoint("10.88.2.5", "edge2", 5353))}})
+
 	// An endpoint that is deleted loses its flows.
 	if _, _, err := o.relay.applySeries([]*pb.Changes{{Deleted: []string{far4}}}); err != nil {
 		t.Fatal(err)

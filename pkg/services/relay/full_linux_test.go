@@ -488,6 +488,15 @@ func TestFullAffinityLocal(t *testing.T) {
 	s.want(s.outside, nodeIP+":30080", 5, outsideIP, "10.88.2.2")
 	s.apply(s.service(sticky(true), ready("10.88.2.4", "edge1"))) // the caller keeps what it has on this node
 	s.want(s.outside, nodeIP+":30080", 20, outsideIP, "10.88.2.2")
+	// The relay chooses for callers on this node, among endpoints of several nodes. The kernel chooses for the others.
+	s.planner.spread = true
+	far := s.service(sticky(true), ready("10.88.9.9", "edge2"))
+	far.Set = append(far.Set, item(t, services.NodePath("edge2"), &services.Node{Edge: true}))
+	s.apply(far)
+	if r := s.plan.rule(address{netip.MustParseAddrPort("0.0.0.0:30080"), protocolTCP}); r.inside != toRelay {
+		t.Errorf("the rule is %+v", r)
+	}
+	s.want(s.outside, nodeIP+":30080", 20, outsideIP, "10.88.2.2")
 }
 
 // Without session affinity in the kernel (Linux 5.2 and 5.3), each new connection of a caller may go to any endpoint of
@@ -606,6 +615,11 @@ func TestFullDatagrams(t *testing.T) {
 		}
 		socket := c.from.socketIn(netip.MustParseAddrPort(c.to))
 		want(socket, prefix+"2")
+		drains := ready(prefix+"2", "edge1")
+		drains.Ready, drains.Terminating = false, true
+		s.apply(s.service(siteService(nil), drains, ready(prefix+"3", "edge1")))
+		want(socket, prefix+"2") // a flow ends with its endpoint
+		want(c.from.socketIn(netip.MustParseAddrPort(c.to)), prefix+"3")
 		swap := s.service(siteService(nil), ready(prefix+"3", "edge1"))
 		swap.Deleted = []string{services.EndpointPath("shop", "web", "web-a", prefix+"2")}
 		s.apply(swap)

@@ -416,18 +416,29 @@ func (n planner) rule(s *services.State, f frontend, endpoints []services.Named)
 	}
 	c := services.Choose(f.service, f.port, f.at.Addr(), endpoints, self)
 	r = n.ways(s, f, listOf(f, c)).rule(f, c.Anywhere, n.spreads(f))
-	if !f.external || !f.service.GetExternalLocal() || !c.Anywhere {
-		return r, true
+	if f.external && f.service.GetExternalLocal() && c.Anywhere {
+		r.kind, r.inside = toSplit, r.kind
+		if r.inside == toDrop {
+			r.inside = toReject
+		}
+		r.sticky = f.service.GetAffinitySeconds() // for callers outside: the relay knows only those of this node
+		r.local = addresses(n.ways(s, f, c.Local).direct)
 	}
-	r.kind, r.inside = toSplit, r.kind
-	if r.inside == toDrop {
-		r.inside = toReject
+	if f.at.protocol == protocolUDP {
+		w := n.ways(s, f, services.Serving(f.port, f.at.Addr(), endpoints))
+		r.relayServes = len(w.far) > 0
+		r.serving = slices.DeleteFunc(addresses(slices.Concat(w.direct, w.unreached)), r.permits)
 	}
-	for _, one := range n.ways(s, f, c.Local).direct {
-		r.local = append(r.local, one.address())
-	}
-	slices.SortFunc(r.local, netip.AddrPort.Compare)
 	return r, true
+}
+
+// addresses returns where endpoints listen, sorted.
+func addresses(of []way) (all []netip.AddrPort) {
+	for _, one := range of {
+		all = append(all, one.address())
+	}
+	slices.SortFunc(all, netip.AddrPort.Compare)
+	return all
 }
 
 // rule returns what the kernel has to do with packets to a frontend with these ways. anywhere says that the frontend
@@ -441,11 +452,7 @@ func (w ways) rule(f frontend, anywhere, spread bool) rule {
 	}
 	switch {
 	case len(direct) > 0:
-		r.kind, r.ends = toEnds, make([]netip.AddrPort, 0, len(direct))
-		for _, one := range direct {
-			r.ends = append(r.ends, one.address())
-		}
-		slices.SortFunc(r.ends, netip.AddrPort.Compare)
+		r.kind, r.ends = toEnds, addresses(direct)
 		if spread && len(w.far) > 0 { // flows that the kernel has sent to ends may stay there
 			r.kind, r.sticky, r.masquerade = toRelay, 0, false
 		}
@@ -576,16 +583,16 @@ func (n planner) frontends(path services.Path, service *services.Service) func(y
 		if !each(cluster, false, number) || !n.full || len(cluster) == 0 {
 			return
 		}
-		if !each(externalIPs(service), true, number) {
+		// A Service has endpoints only of the families of its ClusterIPs. Packets to its other addresses go to where they
+		// would go without the edge, as with kube-proxy.
+		ofOtherFamily := func(one netip.Addr) bool {
+			return !slices.ContainsFunc(cluster, func(a netip.Addr) bool { return a.Is4() == one.Is4() })
+		}
+		if !each(slices.DeleteFunc(externalIPs(service), ofOtherFamily), true, number) {
 			return
 		}
-		var every []netip.Addr // the unspecified addresses of the Service's families
-		for _, one := range []netip.Addr{netip.IPv4Unspecified(), netip.IPv6Unspecified()} {
-			if slices.ContainsFunc(cluster, func(a netip.Addr) bool { return a.Is4() == one.Is4() }) {
-				every = append(every, one)
-			}
-		}
-		each(every, true, func(p *services.Port) (uint16, bool) {
+		every := []netip.Addr{netip.IPv4Unspecified(), netip.IPv6Unspecified()}
+		each(slices.DeleteFunc(every, ofOtherFamily), true, func(p *services.Port) (uint16, bool) {
 			at := p.GetNodePort()
 			return uint16(at), at > 0 && at <= 0xffff //nolint:gosec // checked beside it
 		})

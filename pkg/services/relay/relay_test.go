@@ -130,6 +130,28 @@ func TestPlan(t *testing.T) {
 	}
 }
 
+// In place of kube-proxy, the edge leaves an address alone if the Service has no ClusterIP of the same family, and so no
+// endpoints: kube-proxy writes no rules for it.
+func TestPlanOtherFamily(t *testing.T) {
+	s := webService()
+	s.ClusterIps = s.ClusterIps[:1]
+	s.ExternalIps, s.LoadBalancerIps = []string{"203.0.113.1", "2001:db8::1"}, []string{"203.0.113.2", "2001:db8::2"}
+	state := services.NewState()
+	if _, err := state.Apply(&pb.Changes{Set: []*pb.Item{
+		item(t, web, s), item(t, far4, endpoint("10.88.2.5", "edge1"))}}); err != nil {
+		t.Fatal(err)
+	}
+	served := make(map[netip.Addr]bool)
+	for at := range (planner{node: "edge1", full: true}).plan(state).frontends {
+		served[at.Addr()] = true
+	}
+	for _, text := range slices.Concat(s.ClusterIps, s.ExternalIps, s.LoadBalancerIps) {
+		if addr := netip.MustParseAddr(text); served[addr] != addr.Is4() {
+			t.Errorf("%s is served: %t", addr, served[addr])
+		}
+	}
+}
+
 // With spread, the kernel sends connections to the relay, and the relay gives each endpoint the same chance. Without
 // spread, the kernel sends all connections to the endpoint of this node.
 func TestSpread(t *testing.T) {
@@ -165,7 +187,7 @@ func TestSpread(t *testing.T) {
 		w := n.ways(state, *f, state.Endpoints(f.path))
 		first := make(map[bool]int) // by whether it is far
 		for range 200 {
-			first[order(w, "", n.spreads(*f))[0].far]++
+			first[order(w, netip.AddrPort{}, n.spreads(*f))[0].far]++
 		}
 		if spread := c.want == toRelay; spread != (first[true] > 50) || spread != (first[false] < 150) {
 			t.Errorf("%s: of the first endpoints, %d are far and %d are not", name, first[true], first[false])
@@ -782,18 +804,19 @@ func TestAffinity(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		a := newAffinity(2)
 		key := func(port string) affinityKey { return affinityKey{port: port} }
-		a.put(key("a"), "1", time.Second)
-		a.put(key("b"), "2", time.Minute)
+		end := func(port uint16) netip.AddrPort { return netip.AddrPortFrom(web4.Addr(), port) }
+		a.put(key("a"), end(1), time.Second)
+		a.put(key("b"), end(2), time.Minute)
 		time.Sleep(2 * time.Second)
-		if got := a.get(key("a"), time.Second); got != "" {
+		if got := a.get(key("a"), time.Second); got.IsValid() {
 			t.Errorf("after its time: %s", got)
 		}
-		a.put(key("c"), "3", time.Minute)
-		if a.get(key("b"), time.Minute) != "2" || a.get(key("c"), time.Minute) != "3" || len(a.last) != 2 {
+		a.put(key("c"), end(3), time.Minute)
+		if a.get(key("b"), time.Minute) != end(2) || a.get(key("c"), time.Minute) != end(3) || len(a.last) != 2 {
 			t.Errorf("remembered: %v", a.last)
 		}
-		a.put(key("d"), "4", time.Minute)
-		if a.get(key("d"), time.Minute) != "4" || len(a.last) != 2 {
+		a.put(key("d"), end(4), time.Minute)
+		if a.get(key("d"), time.Minute) != end(4) || len(a.last) != 2 {
 			t.Errorf("remembered: %v", a.last)
 		}
 	})

@@ -54,26 +54,40 @@ func (a address) isNodePort() bool { return a.isPort() && a.Addr().IsUnspecified
 // rule says what the kernel has to do with packets to an address. It never changes.
 type rule struct {
 	kind       kind
-	port       uint16           // of the relay, for packets that go to the relay
+	port       uint16           // of the relay, for packets that go to the relay and with relayServes
 	ends       []netip.AddrPort // the endpoints that packets may go to, sorted
 	inside     kind             // only with toSplit, what happens to packets of this node: toEnds, toRelay or toReject
 	local      []netip.AddrPort // only with toSplit: the endpoints for callers outside of this node, sorted
 	sticky     uint32           // how long a caller keeps its endpoint, in seconds; 0: each connection may get another one
 	masquerade bool             // the kernel masquerades: callers are outside, and answers must pass this node
+
+	// The following is only for UDP in place of kube-proxy. It is about flows that began under an earlier rule: like
+	// kube-proxy, the edge lets a flow end with its endpoint, and not when other endpoints get the new flows.
+
+	serving     []netip.AddrPort // endpoints that serve, and are neither in ends nor in local, sorted
+	relayServes bool             // the relay leads flows to endpoints that serve
 }
 
 func (r rule) equal(other rule) bool {
 	return r.kind == other.kind && r.port == other.port && r.inside == other.inside && r.sticky == other.sticky &&
-		r.masquerade == other.masquerade && slices.Equal(r.ends, other.ends) && slices.Equal(r.local, other.local)
+		r.masquerade == other.masquerade && slices.Equal(r.ends, other.ends) && slices.Equal(r.local, other.local) &&
+		r.relayServes == other.relayServes && slices.Equal(r.serving, other.serving)
 }
 
 // relayed reports whether the rule sends packets to the relay.
 func (r rule) relayed() bool { return r.kind == toRelay || r.kind == toSplit && r.inside == toRelay }
 
-// leads reports whether the rule may have sent a flow to the address to. own is the relay's own address.
+// flowsRelayed reports whether there may be flows to the relay under the rule.
+func (r rule) flowsRelayed() bool { return r.relayed() || r.relayServes }
+
+// permits reports whether there may be flows to an endpoint under the rule.
+func (r rule) permits(end netip.AddrPort) bool {
+	return slices.Contains(r.ends, end) || slices.Contains(r.local, end) || slices.Contains(r.serving, end)
+}
+
+// leads reports whether there may be a flow to the address to under the rule. own is the relay's own address.
 func (r rule) leads(to netip.AddrPort, own netip.Addr) bool {
-	return r.relayed() && to == netip.AddrPortFrom(own, r.port) ||
-		slices.Contains(r.ends, to) || slices.Contains(r.local, to)
+	return r.flowsRelayed() && to == netip.AddrPortFrom(own, r.port) || r.permits(to)
 }
 
 // rules are the rules that the kernel should have, by the address whose packets each rule is for.
@@ -114,12 +128,11 @@ func (r rules) toRelay() rules {
 
 // mayStay reports whether all flows that began under rule r may continue under the rule after, which replaces r.
 func (r rule) mayStay(after rule) bool {
-	stays := func(end netip.AddrPort) bool {
-		return slices.Contains(after.ends, end) || slices.Contains(after.local, end)
+	ends := slices.Concat(r.ends, r.local, r.serving)
+	if r.flowsRelayed() && !(after.flowsRelayed() && after.port == r.port) {
+		return false
 	}
-	gone := func(end netip.AddrPort) bool { return !stays(end) }
-	return len(r.ends)+len(r.local) > 0 && !r.relayed() &&
-		!slices.ContainsFunc(r.ends, gone) && !slices.ContainsFunc(r.local, gone)
+	return len(ends)+int(r.port) > 0 && !slices.ContainsFunc(ends, func(end netip.AddrPort) bool { return !after.permits(end) })
 }
 
 // outdates compares the rules before a change with the rules after it. It returns the rules of addresses that may have
