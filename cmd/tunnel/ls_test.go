@@ -78,7 +78,7 @@ func (o *operated) startEdge() {
 // eventually waits until a command ends with the exit code.
 func (o *operated) eventually(what string, want int, args ...string) {
 	o.t.Helper()
-	testkit.Within(o.t, 15*time.Second, what, func() error {
+	testkit.Within(o.t, time.Minute, what, func() error {
 		if code, out, errs := says(o.t, args...); code != want {
 			return fmt.Errorf("exit code %d: %s%s", code, out, errs)
 		}
@@ -211,7 +211,7 @@ func TestOperatedReplicas(t *testing.T) {
 
 	remembers := func() {
 		t.Helper()
-		testkit.Within(t, 15*time.Second, "the other replica remembers the node", func() error {
+		testkit.Within(t, time.Minute, "the other replica remembers the node", func() error {
 			var status api.Status
 			_, out, errs := says(t, "status", "-c", other, "-o", "json")
 			if err := json.Unmarshal([]byte(out), &status); err != nil || status.Counts.Remembered != 1 {

@@ -78,7 +78,7 @@ func (p *process) wait() (code int, output string) {
 			return exit.ExitCode(), p.out.String()
 		}
 		return 0, p.out.String()
-	case <-time.After(30 * time.Second):
+	case <-time.After(2 * time.Minute):
 		p.cmd.Process.Kill()
 		p.t.Fatal("tunnel does not end")
 		return 0, ""
@@ -362,7 +362,7 @@ func TestExampleFiles(t *testing.T) {
 
 // A second signal ends the process while it drains.
 func TestSecondSignal(t *testing.T) {
-	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, os.Args[0], "demo")
 	cmd.Env = append(os.Environ(), runMain+"=1", "TMPDIR="+t.TempDir())

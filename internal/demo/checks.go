@@ -86,7 +86,7 @@ func (d *demo) checkTCP(ctx context.Context) error {
 
 // ownQuiet is how long a connection to --target must stay open. A target may be silent, so
 // a reset within this time is the only sign of a target that the edge cannot reach.
-const ownQuiet = 300 * time.Millisecond
+const ownQuiet = 3 * time.Second
 
 // checkOwn connects to --target through the tunnel.
 func (d *demo) checkOwn(ctx context.Context) error {

@@ -113,7 +113,7 @@ func TestAgentCallerCloses(t *testing.T) {
 		if g != "upload<nil>" {
 			t.Errorf("the target sees %s", g)
 		}
-	case <-time.After(5 * time.Second): // half the idle timeout of a half-closed konnectivity.Conn
+	case <-time.After(8 * time.Second): // less than the idle timeout of a half-closed konnectivity.Conn
 		t.Error("the target waits for the end of the upload")
 	}
 	c = connect(func(c *net.TCPConn) {

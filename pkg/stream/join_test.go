@@ -352,7 +352,7 @@ func TestRevoked(t *testing.T) {
 	_, err := c.Read(make([]byte, 1))
 	wantErr(t, "read of a conn whose session was revoked", err, syscall.ECONNRESET)
 	r.eventually("the edge knows", func() bool { return e.client.Ready() != nil })
-	if d := time.Since(start); d > time.Second {
+	if d := time.Since(start); d > 5*time.Second { // far less than the time after which a silent session ends
 		t.Errorf("it took %s", d)
 	}
 	r.eventually("the edge waits as after a refusal", func() bool {

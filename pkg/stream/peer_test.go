@@ -582,7 +582,7 @@ func TestNothingIsLeftBehind(t *testing.T) {
 	for i := range 50 {
 		round(i)
 	}
-	within(t, 10*time.Second, "goroutines and descriptors are back where they were", func() bool {
+	within(t, time.Minute, "goroutines and descriptors are back where they were", func() bool {
 		g, d := settled()
 		return g <= goroutines && d <= descriptors
 	})

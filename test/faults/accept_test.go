@@ -104,7 +104,7 @@ page = "127.0.0.1:%d"
 				}
 				return nil
 			}
-			testkit.Within(t, 2*backWithin, "cloud and edge are ready", func() error {
+			testkit.Within(t, patience, "cloud and edge are ready", func() error {
 				if !p.cloud.Alive() {
 					t.Fatalf("the cloud has ended with code %d", p.cloud.ExitCode())
 				}

@@ -24,10 +24,10 @@ const (
 	// descriptors.
 	quietWithin = 10 * time.Second
 	// noticeWithin is from a peer that is silent to the clients' errors.
-	noticeWithin = 15 * time.Second
+	noticeWithin = 17 * time.Second
 	// atOnce is for what happens without waiting for anything, on a machine that is
 	// busy with other things.
-	atOnce = 3 * time.Second
+	atOnce = 10 * time.Second
 	// patience is for what must happen, where the test judges no time. It bounds the test on a machine that has
 	// processor time for other things first.
 	patience = time.Minute
@@ -143,7 +143,7 @@ func (p *pair) start() {
 	p.t.Helper()
 	p.startCloud()
 	p.startEdge()
-	p.waitReady(backWithin)
+	p.waitReady(patience)
 }
 
 // waitReady waits until the edge has a session and the cloud its listeners.

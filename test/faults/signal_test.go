@@ -84,7 +84,7 @@ func TestTerminateDrains(t *testing.T) {
 			t.Fatal(err)
 		}
 		// Three seconds both ways.
-		x := transfer{Up: 12 << 20, Down: 12 << 20, BytesPerSecond: 4 << 20}
+		x := transfer{Up: 24 << 20, Down: 24 << 20, BytesPerSecond: 4 << 20}
 		var arrived atomic.Int64
 		ended := make(chan error, 1)
 		go func() { ended <- x.run(c, func(n int64) { arrived.Store(n) }) }()

@@ -226,7 +226,7 @@ func TestHangingTarget(t *testing.T) {
 	}
 	slices.Sort(took)
 	// Half of them: a busy machine holds up one or the other.
-	if median := took[len(took)/2]; median > time.Second {
+	if median := took[len(took)/2]; median > 5*time.Second { // the dials hang for twice as long
 		t.Errorf("a conn to another target took %s beside %d dials that hang", median, hanging)
 	}
 	for range hanging {

@@ -171,10 +171,11 @@ func (l *lab) metric(t *testing.T, name string) float64 {
 	if name == "" {
 		return 0
 	}
-	values, err := rig.Metrics(l.CloudHealth())
-	if err != nil {
-		t.Fatal(err)
-	}
+	var values map[string]float64
+	testkit.Within(t, takes, "the cloud says its metrics", func() (err error) {
+		values, err = rig.Metrics(l.CloudHealth())
+		return err
+	})
 	v, ok := values[name]
 	if !ok {
 		t.Fatalf("there is no metric %s", name)

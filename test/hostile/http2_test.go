@@ -211,7 +211,9 @@ func framed(joined bool, attack func(f *framer) error) func(ctx context.Context,
 			select {
 			case answer := <-f.answer:
 				return answer
-			case <-time.After(500 * time.Millisecond):
+			case <-ctx.Done():
+				return "endured"
+			case <-time.After(hangs):
 				return "endured"
 			}
 		}

@@ -55,7 +55,12 @@ func TestRollingRestart(t *testing.T) {
 		f.joined(n - 1)
 		t.Logf("%s has ended after %s and was back after %s", r.Name, took.Round(time.Millisecond),
 			time.Since(since).Round(time.Millisecond))
-		time.Sleep(5 * askReplicas) // an update waits until the new one is known to be ready
+		testkit.Within(t, time.Minute, "the balancer knows that the new one is ready", func() error {
+			if n := len(f.balancer.order()); n < len(f.Replicas) {
+				return fmt.Errorf("it knows %d", n)
+			}
+			return nil
+		})
 	}
 	time.Sleep(lasts - time.Since(load.started))
 	load.want(every)

@@ -102,7 +102,7 @@ func newFleet(t *testing.T, s size) *fleet {
 		f.start(&r.Member)
 	}
 	f.joined(len(f.Replicas) - 1)
-	testkit.Within(t, readyWithin, "the balancer knows all replicas", func() error {
+	testkit.Within(t, time.Minute, "the balancer knows all replicas", func() error {
 		if n := len(f.balancer.order()); n < len(f.Replicas) {
 			return fmt.Errorf("it knows %d", n)
 		}
@@ -111,7 +111,7 @@ func newFleet(t *testing.T, s size) *fleet {
 	for _, e := range f.edges {
 		f.start(e)
 	}
-	f.reachable(readyWithin)
+	f.reachable(time.Minute)
 	return f
 }
 

@@ -20,7 +20,7 @@ const (
 	healWithin = 22 * time.Second
 	// atOnce is for what happens without waiting for anything, on a machine that is
 	// busy with other things.
-	atOnce = 3 * time.Second
+	atOnce = 10 * time.Second
 	// poll is how often a condition is looked at.
 	poll = 50 * time.Millisecond
 )

@@ -307,15 +307,22 @@ func (tn *tunnel) dial() (p pair, err error) {
 		return p, err
 	}
 	tn.ln.(*net.TCPListener).SetDeadline(time.Now().Add(takes))
-	accepted, err := tn.ln.Accept()
-	if err != nil {
-		raw.Close()
-		return p, err
-	}
-	target := accepted.(conn)
-	target.SetDeadline(time.Now().Add(takes))
 	one := make([]byte, 1)
-	if _, err = target.Read(one); err == nil {
+	var target conn
+	for { // a conn of awaitRelay, which has given up, may come before ours
+		accepted, err := tn.ln.Accept()
+		if err != nil {
+			raw.Close()
+			return p, err
+		}
+		target = accepted.(conn)
+		target.SetDeadline(time.Now().Add(takes))
+		if _, err = target.Read(one); err == nil {
+			break
+		}
+		target.Close()
+	}
+	if err == nil {
 		if _, err = target.Write([]byte("!")); err == nil {
 			_, err = caller.Read(one)
 		}

@@ -111,7 +111,7 @@ func TestTakeOverWithoutGap(t *testing.T) {
 					if n := resent(conn); n > 0 {
 						return fmt.Errorf("%d packets led nowhere", n) // the SYN: its entry in conntrack is removed later
 					}
-					conn.SetDeadline(time.Now().Add(5 * time.Second))
+					conn.SetDeadline(time.Now().Add(30 * time.Second))
 					if _, err = conn.Write([]byte("x")); err == nil {
 						_, err = conn.Read(make([]byte, 1))
 					}

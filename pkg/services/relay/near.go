@@ -71,6 +71,7 @@ type Near struct {
 	log      *slog.Logger
 	grace    time.Duration // how long conns of other edges may continue after Run's ctx is done
 	silence  time.Duration // nearSilence
+	timeout  time.Duration // nearTimeout
 	dial     func(ctx context.Context, network, addr string) (net.Conn, error)
 	networks func() []netip.Prefix // returns the networks of this machine's interfaces
 	listened chan struct{}         // closed by Run when addr is set; nothing is sent
@@ -102,7 +103,7 @@ type nearPeer struct {
 func NewNear(e *Edge, cfg NearConfig) *Near {
 	n := &Near{
 		cfg: cfg, relay: e.relay, edge: e, log: e.relay.log, grace: tunnel.GracePeriod, silence: nearSilence,
-		networks: ownNetworks,
+		timeout: nearTimeout, networks: ownNetworks,
 		dial:     (&net.Dialer{Control: nearControl, KeepAliveConfig: nearKeepAlive()}).DialContext,
 		listened: make(chan struct{}), peers: make(map[string]*nearPeer),
 	}
@@ -302,7 +303,7 @@ func (n *Near) open(
 // connect connects to all addresses at once, and returns the first connection whose peer proves to be the edge of the
 // node.
 func (n *Near) connect(ctx context.Context, node tunnel.NodeName, addrs []netip.AddrPort) (*nearConn, error) {
-	ctx, cancel := context.WithTimeout(ctx, nearTimeout)
+	ctx, cancel := context.WithTimeout(ctx, n.timeout)
 	defer cancel()
 	type result struct {
 		c   *nearConn

@@ -271,7 +271,7 @@ func TestNearTime(t *testing.T) {
 	if took < 250*time.Millisecond {
 		t.Fatalf("the LAN is not shaped: %s", took)
 	}
-	if 2*by > 3*took {
+	if 2*by > 3*took && took < 500*time.Millisecond { // else this machine has no time for either
 		t.Errorf("the shortcut is too slow")
 	}
 	s.want("five conns", 5, 0)
