@@ -125,10 +125,8 @@ func (z *Zone) update(s *services.State, p services.Path) {
 	for _, ip := range service.GetClusterIps() {
 		point(ip, own)
 	}
-	if service.GetHeadless() {
-		for _, e := range ready(s, p, service) {
-			point(e.GetAddress(), services.Hostname(e.Endpoint)+"."+own)
-		}
+	for _, e := range ready(s, p, service) {
+		point(e.GetAddress(), services.Hostname(e.Endpoint)+"."+own)
 	}
 }
 
@@ -298,14 +296,16 @@ func (v view) ofService(namespace, name string, below []string) result {
 	}
 	switch {
 	case len(below) == 0 && !service.GetHeadless():
-		return v.addresses(slices.Clone(service.GetClusterIps()), true)
+		r := v.addresses(slices.Clone(service.GetClusterIps()), true)
+		return v.withPorts(r, service, path, nil)
 	case len(below) == 0:
-		return v.addresses(addressesOf(ready(v.state, path, service)), false)
+		all := ready(v.state, path, service)
+		return v.withPorts(v.addresses(addressesOf(all), false), service, path, all)
 	case len(below) == 1 && !strings.HasPrefix(below[0], "_"):
 		named := slices.DeleteFunc(ready(v.state, path, service), func(e services.Named) bool {
 			return services.Hostname(e.Endpoint) != below[0]
 		})
-		return v.addresses(addressesOf(named), false)
+		return v.withPorts(v.addresses(addressesOf(named), false), service, path, named)
 	case len(below) > 2:
 		return result{}
 	}
@@ -318,7 +318,13 @@ func (v view) ofService(namespace, name string, below []string) result {
 	if !ok {
 		return result{}
 	}
-	r := v.ports(service, path, port, protocol)
+	var endpoints []services.Named // of a headless Service
+	if service.GetHeadless() {
+		endpoints = ready(v.state, path, service)
+	}
+	r := v.ports(service, path, endpoints, func(p *services.Port) bool {
+		return p.GetName() != "" && (port == "" || p.GetName() == port) && strings.ToLower(p.GetProtocol()) == protocol
+	})
 	r.exists = len(r.answer) > 0
 	if len(below) == 1 || v.qtype != dns.TypeSRV && v.qtype != dns.TypeANY {
 		r.answer, r.extra = nil, nil
@@ -326,9 +332,23 @@ func (v view) ofService(namespace, name string, below []string) result {
 	return r
 }
 
-// ports returns the SRV records of the named ports of a Service, and the addresses of their targets. port is the name
-// of one port; "": all ports. Both port and protocol are in lower case.
-func (v view) ports(service *services.Service, path services.Path, port, protocol string) (r result) {
+// withPorts adds the SRV records of all ports to the answer r for the name of a Service or of an endpoint, if the
+// question asks for SRV. The specification leaves that open. CoreDNS does so, and programs that look for their peers
+// rely on it.
+func (v view) withPorts(r result, service *services.Service, path services.Path, endpoints []services.Named) result {
+	if v.qtype != dns.TypeSRV || !r.exists {
+		return r
+	}
+	with := v.ports(service, path, endpoints, func(*services.Port) bool { return true })
+	with.exists = true
+	return with
+}
+
+// ports returns the SRV records of the ports of a Service for which match returns true, and the addresses of their
+// targets: those of the endpoints; nil: those of the Service itself.
+func (v view) ports(
+	service *services.Service, path services.Path, endpoints []services.Named, match func(*services.Port) bool,
+) (r result) {
 	namespace, name, _ := services.CutService(path)
 	own := name + "." + namespace + "." + labelService + "." + v.domain
 	type place struct {
@@ -339,8 +359,7 @@ func (v view) ports(service *services.Service, path services.Path, port, protoco
 	add := func(ports []*services.Port, target string, addresses ...string) {
 		for _, p := range ports {
 			at := place{target, p.GetPort()}
-			if p.GetName() == "" || port != "" && p.GetName() != port || strings.ToLower(p.GetProtocol()) != protocol ||
-				p.GetPort() > 0xffff || had[at] || len(r.answer) == maxRecords {
+			if !match(p) || p.GetPort() > 0xffff || had[at] || len(r.answer) == maxRecords {
 				continue
 			}
 			had[at] = true
@@ -354,11 +373,11 @@ func (v view) ports(service *services.Service, path services.Path, port, protoco
 			}
 		}
 	}
-	if !service.GetHeadless() {
+	if endpoints == nil && !service.GetHeadless() {
 		add(service.GetPorts(), own, service.GetClusterIps()...)
 		return r
 	}
-	for _, e := range ready(v.state, path, service) {
+	for _, e := range endpoints {
 		add(e.GetPorts(), services.Hostname(e.Endpoint)+"."+own, e.GetAddress())
 	}
 	return r

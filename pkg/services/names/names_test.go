@@ -116,7 +116,19 @@ func TestSpecification(t *testing.T) {
 		{"_._sctp.web.shop.svc.cluster.local. SRV", noName},
 		{"http._tcp.web.shop.svc.cluster.local. SRV", noName},
 		{"_http.tcp.web.shop.svc.cluster.local. SRV", noName},
-		{"web.shop.svc.cluster.local. SRV", noData},
+		{"db.shop.svc.cluster.local. SRV", "NOERROR; " +
+			"db.shop.svc.cluster.local. SRV 0 100 5432 10-88-1-2.db.shop.svc.cluster.local.; " +
+			"db.shop.svc.cluster.local. SRV 0 100 5432 db-0.db.shop.svc.cluster.local.; " +
+			"db.shop.svc.cluster.local. SRV 0 100 5432 fd00-88--0.db.shop.svc.cluster.local.; " +
+			"db.shop.svc.cluster.local. SRV 0 100 9 10-88-1-2.db.shop.svc.cluster.local.; " +
+			"db.shop.svc.cluster.local. SRV 0 100 9 db-0.db.shop.svc.cluster.local.; " +
+			"db.shop.svc.cluster.local. SRV 0 100 9 fd00-88--0.db.shop.svc.cluster.local."},
+		{"db-0.db.shop.svc.cluster.local. SRV", "NOERROR; " +
+			"db-0.db.shop.svc.cluster.local. SRV 0 100 5432 db-0.db.shop.svc.cluster.local.; " +
+			"db-0.db.shop.svc.cluster.local. SRV 0 100 9 db-0.db.shop.svc.cluster.local."},
+		{"none.shop.svc.cluster.local. SRV", noName},
+		{"kubernetes.default.svc.cluster.local. SRV", "NOERROR; " +
+			"kubernetes.default.svc.cluster.local. SRV 0 100 443 kubernetes.default.svc.cluster.local."},
 		// 2.3.3
 		{"1.0.3.10.in-addr.arpa. PTR", "NOERROR; 1.0.3.10.in-addr.arpa. PTR kubernetes.default.svc.cluster.local."},
 		{reverseOf("fd00:3::2") + " PTR", "NOERROR; " + reverseOf("fd00:3::2") + " PTR web.shop.svc.cluster.local."},
@@ -148,7 +160,7 @@ func TestSpecification(t *testing.T) {
 		{"1.1.88.10.in-addr.arpa. PTR", "NOERROR; 1.1.88.10.in-addr.arpa. PTR db-0.db.shop.svc.cluster.local."},
 		{"2.1.88.10.in-addr.arpa. PTR", "NOERROR; 2.1.88.10.in-addr.arpa. PTR 10-88-1-2.db.shop.svc.cluster.local."},
 		{"3.1.88.10.in-addr.arpa. PTR", "not ours"}, // not ready
-		{"9.1.88.10.in-addr.arpa. PTR", "not ours"}, // of a Service with a ClusterIP
+		{"9.1.88.10.in-addr.arpa. PTR", "NOERROR; 9.1.88.10.in-addr.arpa. PTR web-0.web.shop.svc.cluster.local."},
 		// 2.5
 		{"away.shop.svc.cluster.local. A", "NOERROR; away.shop.svc.cluster.local. CNAME www.Example.com."},
 		{"away.shop.svc.cluster.local. CNAME", "NOERROR; away.shop.svc.cluster.local. CNAME www.Example.com."},
