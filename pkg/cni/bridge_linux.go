@@ -25,7 +25,7 @@ func EnsureBridge(conf *Conf) (netlink.Link, error) {
 	if err != nil {
 		return nil, err
 	}
-	var wrong error // why settings of the kernel could not be corrected
+	wrong := ignoreAdvertisements(conf.Bridge) // why settings of the kernel could not be corrected
 	for _, subnet := range conf.Subnets {
 		if subnet.Addr().Is4() {
 			err = apply(forwardingV4(conf.Bridge)...)

@@ -182,7 +182,9 @@ func first(addrs []netip.Addr, subnet netip.Prefix) (netip.Addr, bool) {
 	return netip.Addr{}, false
 }
 
-func (s *store) isBlocked(addr netip.Addr) bool { return s.unread[addr] }
+// isBlocked reports whether no pod may get an address: its file cannot be read, or this machine has it, such as the
+// gateway of an earlier network of pods.
+func (s *store) isBlocked(addr netip.Addr) bool { return s.unread[addr] || s.own[addr] }
 
 // full returns the error for a subnet without a free address.
 func (s *store) full(subnet netip.Prefix, healed error) error {
@@ -200,6 +202,15 @@ func (s *store) full(subnet netip.Prefix, healed error) error {
 // lock. DEL removes a link first, and then the reservation. So a link without a reservation means that a file was lost.
 func (s *store) repair(boot string, now time.Time) error {
 	links, err := linked()
+	if own, ownErr := Dump(func() ([]netlink.Addr, error) { return netlink.AddrList(nil, netlink.FAMILY_ALL) }); ownErr != nil {
+		err = errors.Join(err, fmt.Errorf("listing this machine's addresses: %w", ownErr))
+	} else {
+		s.own = make(map[netip.Addr]bool, len(own))
+		for _, one := range own {
+			addr, _ := netip.AddrFromSlice(one.IP)
+			s.own[addr.Unmap()] = true
+		}
+	}
 	return s.repairBy(links, err, boot, now)
 }
 

@@ -529,7 +529,7 @@ func TestNodeSettings(t *testing.T) {
 		"ipv4/ip_forward": "1", "ipv4/conf/tunnel0/forwarding": "1", "ipv6/conf/all/forwarding": "1",
 		"ipv4/conf/all/send_redirects": "0", "ipv4/conf/tunnel0/send_redirects": "0",
 		"ipv6/conf/uplink0/accept_ra": "2", "ipv6/conf/tunnel0/accept_ra": "0",
-		"ipv6/conf/default/accept_ra": "2",
+		"ipv6/conf/default/accept_ra": "2", "ipv6/conf/" + web.hostLink() + "/accept_ra": "0",
 	} {
 		value, err := os.ReadFile(filepath.Join("/proc/sys/net", name))
 		if err != nil || strings.TrimSpace(string(value)) != want {
@@ -541,6 +541,31 @@ func TestNodeSettings(t *testing.T) {
 	db := c.newPod("db-0")
 	checkMTU(t, db, db.add(), 1300)
 	checkMTU(t, web, result, 1400)
+}
+
+// No pod can make itself the IPv6 router of the node or of another pod, also on a node whose pods have IPv4 alone.
+func TestAdvertisementsAreIgnored(t *testing.T) {
+	if !inOwnNetwork(t) {
+		return
+	}
+	if err := apply(setting{"ipv6/conf/default/accept_ra", "1"}); err != nil {
+		t.Skipf("the kernel has no IPv6: %v", err)
+	}
+	c := newContainers(t, "1.1.0", subnet4)
+	web := c.newPod("web-0")
+	web.add()
+	if got := valueOf("ipv6/conf/tunnel0/accept_ra"); got != "0" {
+		t.Errorf("accept_ra of the bridge is %s", got)
+	}
+	if got := valueOf("ipv6/conf/" + web.hostLink() + "/accept_ra"); got != "0" {
+		t.Errorf("accept_ra of the node's link is %s", got)
+	}
+	web.inside(func() error {
+		if got := valueOf("ipv6/conf/eth0/accept_ra"); got != "0" {
+			t.Errorf("accept_ra of the pod's link is %s", got)
+		}
+		return nil
+	})
 }
 
 // A default route by two uplinks: packets of pods must pass by either.

@@ -34,6 +34,7 @@ type store struct {
 	known   map[netip.Addr]*Reservation
 	damaged map[netip.Addr]bool // addresses whose file holds no reservation: they are free
 	unread  map[netip.Addr]bool // addresses whose file cannot be read: they may be in use
+	own     map[netip.Addr]bool // addresses of this machine, as repair has found them
 	newest  time.Time           // no time in known is later
 	dirty   bool                // a name in the folder has changed since flush
 	unsure  error               // why repair could not compare links; then no pod gets an address. nil: it could

@@ -358,17 +358,17 @@ func TestDamagedFiles(t *testing.T) {
 		"binary":              "\x7fELF\xff\xfe",
 	} {
 		t.Run(name, func(t *testing.T) {
-			n := newNode(t, "10.88.1.0/30", "fd00::/126") // one and two addresses for pods
+			n := newNode(t, "10.88.1.0/30", "fd00:88:7::/126") // one and two addresses for pods
 			if err := os.MkdirAll(n.conf.DataDir, 0o755); err != nil {
 				t.Fatal(err)
 			}
-			for _, addr := range []string{"10.88.1.2", "fd00::2", "fd00::3"} {
+			for _, addr := range []string{"10.88.1.2", "fd00:88:7::2", "fd00:88:7::3"} {
 				if err := os.WriteFile(n.file(addr), []byte(content), 0o600); err != nil {
 					t.Fatal(err)
 				}
 			}
-			want(t, "the first pod", n.add(n.live("c1", "web-0")), "10.88.1.2,fd00::2")
-			if _, err := os.Stat(n.file("fd00::3")); !os.IsNotExist(err) {
+			want(t, "the first pod", n.add(n.live("c1", "web-0")), "10.88.1.2,fd00:88:7::2")
+			if _, err := os.Stat(n.file("fd00:88:7::3")); !os.IsNotExist(err) {
 				t.Errorf("the file of the other free address is still there: %v", err)
 			}
 		})

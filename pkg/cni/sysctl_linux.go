@@ -47,6 +47,15 @@ func forwardingV4(bridge string) []setting {
 	}
 }
 
+// ignoreAdvertisements has a link ignore router advertisements (RFC 4861), with which a pod could make itself the
+// IPv6 router of the node or of other pods (CVE-2020-10749). A kernel without IPv6 does not have the setting.
+func ignoreAdvertisements(link string) error {
+	if err := apply(setting{"ipv6/conf/" + link + "/accept_ra", "0"}); !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return nil
+}
+
 // newLinksAcceptRA is accept_ra for links that appear later, such as a USB modem. Its value 2 also tells later runs
 // that forwardV6 has switched forwarding on, or that the owner of the node wants router advertisements in any case.
 const newLinksAcceptRA = "ipv6/conf/default/accept_ra"
@@ -58,7 +67,6 @@ func forwardV6(bridge string) error {
 	const forwarding = "ipv6/conf/all/forwarding"
 	settings := []setting{
 		{"ipv6/conf/" + bridge + "/disable_ipv6", "0"},
-		{"ipv6/conf/" + bridge + "/accept_ra", "0"},
 		{"ipv6/conf/" + bridge + "/accept_dad", "0"},
 	}
 	if valueOf(forwarding) == "1" { // forwarding is on already: leave accept_ra as its owner has set it

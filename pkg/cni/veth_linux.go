@@ -50,6 +50,9 @@ func connect(a attachment, bridge netlink.Link, pod *sandbox, mtu int, addrs, ga
 	}
 	// If a pod dials its own Service, or its own port of the host, packets return by the link on which they came. With
 	// br_netfilter, the bridge itself translates the address and forwards the packet; without hairpin it would drop it.
+	if err := ignoreAdvertisements(attrs.Name); err != nil { // in case it leaves the bridge
+		return err
+	}
 	if err := netlink.LinkSetHairpin(veth, true); err != nil {
 		return fmt.Errorf("setting hairpin mode of %s: %w", attrs.Name, err)
 	}
@@ -71,7 +74,7 @@ func configure(ifName string, addrs, gateways []netip.Addr) error {
 	if err != nil {
 		return fmt.Errorf("finding %s in the pod: %w", ifName, err)
 	}
-	if err := apply(settingsInPod(ifName, addrs)...); err != nil {
+	if err := errors.Join(ignoreAdvertisements(ifName), apply(settingsInPod(ifName, addrs)...)); err != nil {
 		return err
 	}
 	if err := netlink.LinkSetUp(link); err != nil {
@@ -104,7 +107,7 @@ func settingsInPod(ifName string, addrs []netip.Addr) (settings []setting) {
 		}
 		in := "ipv6/conf/" + ifName + "/"
 		settings = append(settings, setting{in + "disable_ipv6", "0"}, setting{in + "accept_dad", "0"},
-			setting{in + "accept_ra", "0"}, setting{in + "accept_redirects", "0"})
+			setting{in + "accept_redirects", "0"})
 	}
 	return settings
 }

@@ -13,7 +13,7 @@ import (
 // routeProtocol marks our routes in the kernel (rtnetlink(7), rtm_protocol). The edge changes no other routes.
 const routeProtocol netlink.RouteProtocol = 117
 
-// links returns the networks of this machine's network interfaces, without loopback and the bridge of pods.
+// links returns the networks of this machine's network interfaces, without loopback.
 func (linux) links(bridge string) ([]link, error) {
 	all, err := netlink.LinkList()
 	if err != nil && !errors.Is(err, netlink.ErrDumpInterrupted) {
@@ -22,7 +22,7 @@ func (linux) links(bridge string) ([]link, error) {
 	var found []link
 	for _, l := range all {
 		attrs := l.Attrs()
-		if attrs.Flags&net.FlagLoopback != 0 || attrs.Flags&net.FlagUp == 0 || attrs.Name == bridge {
+		if attrs.Flags&net.FlagLoopback != 0 || attrs.Flags&net.FlagUp == 0 {
 			continue
 		}
 		addrs, err := netlink.AddrList(l, netlink.FAMILY_ALL)
@@ -35,7 +35,7 @@ func (linux) links(bridge string) ([]link, error) {
 			bits, _ := a.Mask.Size()
 			// A network of one address has no neighbours.
 			if ok && own.IsGlobalUnicast() && bits < own.BitLen() {
-				found = append(found, link{attrs.Index, own, netip.PrefixFrom(own, bits).Masked()})
+				found = append(found, link{attrs.Index, own, netip.PrefixFrom(own, bits).Masked(), attrs.Name == bridge})
 			}
 		}
 	}

@@ -34,6 +34,7 @@ type link struct {
 	index   int          // the index of the interface
 	own     netip.Addr   // the address of this machine
 	network netip.Prefix // masked
+	bridge  bool         // it is the bridge of this node's pods
 }
 
 // route leads to the pods of a neighbour.
@@ -66,7 +67,7 @@ func (n *Node) Links() []netip.Prefix {
 	}
 	var networks []netip.Prefix
 	for _, l := range all {
-		if !slices.Contains(networks, l.network) {
+		if !l.bridge && !slices.Contains(networks, l.network) {
 			networks = append(networks, l.network)
 		}
 	}
@@ -116,7 +117,7 @@ func routeTo(network netip.Prefix, by []netip.Addr, links []link) (best route, f
 			continue
 		}
 		for _, l := range links {
-			if l.network.Contains(addr) && l.network.Bits() > bits {
+			if !l.bridge && l.network.Contains(addr) && l.network.Bits() > bits {
 				best, bits = route{to: network, by: addr, link: l.index}, l.network.Bits()
 			}
 		}
@@ -136,6 +137,9 @@ func refuses(r route, conf *cni.Conf, links []link, before []route) string {
 		return "the network is too large for pods of one node"
 	case slices.ContainsFunc(conf.Subnets, r.to.Overlaps):
 		return "this node's pods have the network"
+	case slices.ContainsFunc(links, func(l link) bool { return l.bridge && l.network.Overlaps(r.to) }):
+		return "the network was that of this node's pods: when no pod has an address of it any more, " +
+			"remove its gateway from the bridge, or reboot the node"
 	case slices.ContainsFunc(links, func(l link) bool { return l.network.Overlaps(r.to) }):
 		return "the network is that of a link of this machine"
 	case slices.ContainsFunc(links, func(l link) bool { return l.own == r.by }):

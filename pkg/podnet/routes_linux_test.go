@@ -21,9 +21,14 @@ import (
 // lan returns the links of a node at 192.168.7.2 and fd00:77::2.
 func lan() []link {
 	return []link{
-		{2, netip.MustParseAddr("192.168.7.2"), netip.MustParsePrefix("192.168.7.0/24")},
-		{2, netip.MustParseAddr("fd00:77::2"), netip.MustParsePrefix("fd00:77::/64")},
+		{2, netip.MustParseAddr("192.168.7.2"), netip.MustParsePrefix("192.168.7.0/24"), false},
+		{2, netip.MustParseAddr("fd00:77::2"), netip.MustParsePrefix("fd00:77::/64"), false},
 	}
+}
+
+// onBridge returns a link for the bridge of pods.
+func onBridge(own, network string) link {
+	return link{4, netip.MustParseAddr(own), netip.MustParsePrefix(network), true}
 }
 
 // neighbour returns a Neighbour with addresses, and networks of its pods; both are separated by blanks.
@@ -178,6 +183,7 @@ func TestRoutesRefused(t *testing.T) {
 		{"all addresses", neighbour("192.168.7.4", "0.0.0.0/0"), "too large"},
 		{"all addresses of IPv6", neighbour("fd00:77::4", "::/0"), "too large"},
 		{"this node's pods", neighbour("192.168.7.4", "10.88.0.0/16"), "this node's pods have the network"},
+		{"this node's pods of earlier", neighbour("192.168.7.4", "10.88.9.0/24"), "was that of this node's pods"},
 		{"the LAN", neighbour("192.168.7.4", "192.168.7.128/25"), "is that of a link"},
 		{"this node", neighbour("192.168.7.2", "10.88.4.0/24"), "this machine's own"},
 		{"a neighbour's pods", neighbour("192.168.7.4", "10.88.2.128/25"), "two nodes have the network"},
@@ -186,6 +192,7 @@ func TestRoutesRefused(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			n, k := routed(t)
+			k.here = append(k.here, onBridge("10.88.1.1", "10.88.1.0/24"), onBridge("10.88.9.1", "10.88.9.0/24"))
 			runs(t, n, func(t *testing.T) {
 				n.SetNeighbours([]Neighbour{good, c.told})
 				synctest.Wait()
@@ -200,7 +207,7 @@ func TestRoutesRefused(t *testing.T) {
 // A neighbour on two links is reached by the narrower network.
 func TestNarrowestLink(t *testing.T) {
 	n, k := routed(t)
-	k.here = append(k.here, link{3, netip.MustParseAddr("10.0.0.2"), netip.MustParsePrefix("10.0.0.0/29")})
+	k.here = append(k.here, link{3, netip.MustParseAddr("10.0.0.2"), netip.MustParsePrefix("10.0.0.0/29"), false})
 	runs(t, n, func(t *testing.T) {
 		n.SetNeighbours([]Neighbour{neighbour("192.168.7.3 10.0.0.3", "10.88.2.0/24")})
 		synctest.Wait()
@@ -239,6 +246,7 @@ func TestRouteToPods(t *testing.T) {
 		return address("lo", "10.88.2.2/32", "fd00:88:2::2/128")
 	})
 	links, err := k.links(conf.Bridge)
+	links = slices.DeleteFunc(links, func(l link) bool { return l.bridge })
 	if err != nil || len(links) != 2 || links[0].network != lan()[0].network || links[1].network != lan()[1].network ||
 		links[0].own != lan()[0].own {
 		t.Fatalf("the links are %v, %v", links, err)
