@@ -14,7 +14,7 @@ type leftRules struct {
 }
 
 // endTime is the longest time until the old process has ended, counted from when this process serves.
-const endTime = lastTime + tunnel.GracePeriod + 5*time.Second
+const endTime = lastTime + handOverTime + tunnel.GracePeriod + 5*time.Second
 
 // Name implements tunnel.Module.
 func (leftRules) Name() string { return "services-left" }

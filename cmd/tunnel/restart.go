@@ -143,7 +143,7 @@ func (d *daemon) takeOver(ctx context.Context) error {
 		d.multipath.Inherit(d.before.Endpoints())
 	}
 	d.before.Serving()
-	time.AfterFunc(lastTime+tunnel.GracePeriod, func() { d.outlived.Store(true) })
+	time.AfterFunc(lastTime+handOverTime+tunnel.GracePeriod, func() { d.outlived.Store(true) })
 	d.log.Info("taken over from the old process", "nodes", len(nodes), "dur", time.Since(start).Round(time.Millisecond))
 	return nil
 }

@@ -226,14 +226,23 @@ func (a *Agents) replicas() int {
 	return 1 + a.cfg.Replicas()
 }
 
-// attach makes l the session of its node, if l is still live.
-func (a *Agents) attach(l *agentLink) {
+// settle attaches the newest stream of the node of l, if l is still live.
+func (a *Agents) settle(l *agentLink) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if !slices.Contains(a.nodes[l.session.Node], l) {
-		return
+	if all := a.nodes[l.session.Node]; slices.Contains(all, l) {
+		a.attachLocked(newest(all))
 	}
-	a.attachLocked(l)
+}
+
+// newest returns the newest stream that is not leaving; if all are leaving, the newest one.
+func newest(all []*agentLink) *agentLink {
+	for _, l := range slices.Backward(all) {
+		if !l.session.Leaving.Load() {
+			return l
+		}
+	}
+	return all[len(all)-1]
 }
 
 // attachLocked attaches l. The stream that was attached before continues to serve its conns. If an
@@ -264,7 +273,7 @@ func (a *Agents) register(l *agentLink) error {
 		const text = "limit agentstreams: node %s has %d streams here"
 		return status.Errorf(codes.ResourceExhausted, text, n, maxStreamsPerNode)
 	case other != nil && !isEdge(other):
-		time.AfterFunc(settleTime, l.guarded(func() { a.attach(l) }))
+		time.AfterFunc(settleTime, l.guarded(func() { a.settle(l) }))
 	case !a.dir.AttachUnless(l.session, isEdge):
 		return errEdgeJoined(n)
 	}
@@ -272,8 +281,8 @@ func (a *Agents) register(l *agentLink) error {
 	return nil
 }
 
-// unregister removes a stream. If the stream was attached, the newest other stream of the node takes
-// over. If an edge is attached, unregister ends the newest other stream instead.
+// unregister removes a stream. If the stream was attached, another stream of the node takes over, see newest. If
+// an edge is attached, unregister ends that stream instead.
 func (a *Agents) unregister(l *agentLink) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -285,7 +294,7 @@ func (a *Agents) unregister(l *agentLink) {
 	}
 	detached := a.dir.Detach(l.session)
 	if now := a.dir.Lookup(n); len(rest) > 0 && (detached || now != nil && isEdge(now)) {
-		a.attachLocked(rest[len(rest)-1])
+		a.attachLocked(newest(rest))
 	}
 }
 
@@ -297,12 +306,8 @@ func (a *Agents) drains(l *agentLink) {
 	if !l.session.Leaving.Swap(true) {
 		a.log.Info("agent drains", "node", l.session.Node, "session", l.session.ID)
 	}
-	all := a.nodes[l.session.Node]
-	for i := len(all) - 1; i >= 0; i-- {
-		if !all[i].session.Leaving.Load() {
-			a.attachLocked(all[i])
-			return
-		}
+	if all := a.nodes[l.session.Node]; len(all) > 0 && !newest(all).session.Leaving.Load() {
+		a.attachLocked(newest(all))
 	}
 }
 
@@ -365,6 +370,35 @@ func (a *Agents) admit(
 	return l, grant, nil
 }
 
+// clockStep is how often the expiry of a credential is compared with the clock. One timer until the expiry is not
+// enough, because the clock may be set while the session lives.
+const clockStep = time.Minute
+
+// awaitEnd waits for the end of the session: by either side, or since its credential is no longer valid.
+func (l *agentLink) awaitEnd(stream context.Context, grant auth.Grant) {
+	for {
+		var look <-chan time.Time // nil: the credential does not expire
+		if !grant.Expires.IsZero() {
+			look = time.After(min(time.Until(grant.Expires), clockStep))
+		}
+		select {
+		case <-l.ended:
+			return
+		case <-stream.Done():
+			l.end(errors.New("the agent has gone"))
+			return
+		case <-grant.Revoked:
+			l.end(errUnauthenticated())
+			return
+		case <-look:
+			if !time.Now().Before(grant.Expires) {
+				l.end(errUnauthenticated())
+				return
+			}
+		}
+	}
+}
+
 // serve serves the session of a registered stream. The session ends with its stream, or when the
 // credential is no longer valid.
 func (s *agentService) serve(stream grpc.ServerStream, l *agentLink, grant auth.Grant) error {
@@ -386,21 +420,7 @@ func (s *agentService) serve(stream grpc.ServerStream, l *agentLink, grant auth.
 	a.cfg.Audit.Record(event)
 	s.working.Go(l.guarded(l.sendLoop))
 	s.working.Go(l.guarded(l.receiveLoop))
-	var expired <-chan time.Time // nil: the credential does not expire
-	if !grant.Expires.IsZero() {
-		t := time.NewTimer(time.Until(grant.Expires))
-		defer t.Stop()
-		expired = t.C
-	}
-	select {
-	case <-l.ended:
-	case <-stream.Context().Done():
-		l.end(errors.New("the agent has gone"))
-	case <-grant.Revoked:
-		l.end(errUnauthenticated())
-	case <-expired:
-		l.end(errUnauthenticated())
-	}
+	l.awaitEnd(stream.Context(), grant)
 	l.mu.Lock()
 	err := l.err
 	l.mu.Unlock()

@@ -887,3 +887,25 @@ func TestAgentDrainAnswers(t *testing.T) {
 		})
 	}
 }
+
+// A stream that is about to end serves new conns of its node only if there is no other.
+func TestNewestAgent(t *testing.T) {
+	link := func(leaving bool) *agentLink {
+		l := &agentLink{session: new(tunnel.Session)}
+		l.session.Leaving.Store(leaving)
+		return l
+	}
+	stays, goes := link(false), link(true)
+	for name, c := range map[string]struct {
+		all  []*agentLink
+		want *agentLink
+	}{
+		"the newest":          {[]*agentLink{link(false), stays}, stays},
+		"the newest is going": {[]*agentLink{link(false), stays, link(true)}, stays},
+		"all are going":       {[]*agentLink{link(true), goes}, goes},
+	} {
+		if newest(c.all) != c.want {
+			t.Errorf("%s: another stream", name)
+		}
+	}
+}

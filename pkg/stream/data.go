@@ -89,6 +89,7 @@ func (d *dataConn) userTimeout(t time.Duration) {
 func (d *dataConn) abort() {
 	if d.tcp != nil {
 		d.tcp.SetLinger(0)
+		d.tcp.Close() // first: behind a proxy with TLS, the Close of raw would wait until it has sent the end
 	}
 	d.raw.Close()
 }

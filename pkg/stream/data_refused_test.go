@@ -246,7 +246,7 @@ func TestEdgeRefusesDataConnections(t *testing.T) {
 		{"at its limit", locked(func() { es.opening = 2 }), pb.Code_CODE_OVERLOADED, "the edge has 2 data connections"},
 		{"after failures", locked(func() { es.opening, es.noMoreUntil = 0, time.Now().Add(time.Hour) }),
 			pb.Code_CODE_INTERNAL, "the edge could not open the last data connections"},
-		{"a narrow link", func() { es.pacer.narrowUntil.Store(time.Now().Add(time.Hour).UnixNano()) },
+		{"a narrow link", func() { es.pacer.narrowUntil.Store(new(time.Now().Add(time.Hour))) },
 			pb.Code_CODE_INTERNAL, "the link is narrow"},
 		{"about to stop", locked(func() { es.leaving = true }), pb.Code_CODE_DRAINING, "the edge is about to disconnect"},
 	} {

@@ -23,8 +23,8 @@ type pacer struct {
 	guard func(func()) func() // confines a panic to the session
 	began func()              // called when the link turns out to be narrow; may be nil
 
-	watching    atomic.Bool  // a call of look is scheduled
-	narrowUntil atomic.Int64 // Unix time in nanoseconds; until then the link counts as narrow
+	watching    atomic.Bool               // a call of look is scheduled
+	narrowUntil atomic.Pointer[time.Time] // until then the link counts as narrow; nil: it does not
 
 	mu       sync.Mutex             // guards the fields below; locked after session.mu
 	data     map[*carrier]*progress // the data connections
@@ -115,7 +115,7 @@ func (p *pacer) remove(c *carrier) {
 // bound that did not help does not count.
 func (p *pacer) narrow() bool {
 	until := p.narrowUntil.Load()
-	return until > 0 && time.Now().UnixNano() < until
+	return until != nil && time.Now().Before(*until)
 }
 
 // sends notes that a data connection sends, and schedules a call of look.
@@ -184,7 +184,8 @@ func (p *pacer) adjust() (began bool) {
 	}
 	switch {
 	case p.rate > 0:
-		p.narrowUntil.Store(now.Add(narrowTime).UnixNano())
+		until := now.Add(narrowTime)
+		p.narrowUntil.Store(&until)
 		p.sends()
 	case len(busy) > 0 || first && len(p.data) > 0:
 		p.sends()
@@ -231,7 +232,7 @@ func (p *pacer) decide(need need, arrives bool, busy int, now time.Time) {
 		if p.bounded++; p.bounded == helpLooks && p.ownRate < 2*p.before && p.ownRate < p.capacity/4 {
 			// The session's own connection still gets little, so the data connections do not cause its need.
 			p.rate, p.notUntil = 0, now.Add(narrowTime)
-			p.narrowUntil.Store(0)
+			p.narrowUntil.Store(nil)
 			return
 		}
 		if arrives {

@@ -16,9 +16,9 @@ const GracePeriod = 25 * time.Second
 // quietTime is the last part of a grace period, in which Splice ends a connection at a quiet moment.
 const quietTime = 10 * time.Second
 
-// graceEnd is the time at which a grace period ends, in Unix nanoseconds. It is 0 before the grace period
-// begins: until the context that was passed to Grace is done.
-type graceEnd struct{ at atomic.Int64 }
+// graceEnd is the time at which a grace period ends. It is nil before the grace period begins: until the context that
+// was passed to Grace is done. The time has a monotonic clock reading, since the wall clock may be set meanwhile.
+type graceEnd struct{ at atomic.Pointer[time.Time] }
 
 // graceKey is the key under which a context of Grace holds its *graceEnd. Splice looks the graceEnd up.
 type graceKey struct{}
@@ -29,7 +29,10 @@ func (g *graceEnd) left(now time.Time) (left time.Duration, ok bool) {
 		return 0, false
 	}
 	at := g.at.Load()
-	return time.Duration(at - now.UnixNano()), at != 0
+	if at == nil {
+		return 0, false
+	}
+	return at.Sub(now), true
 }
 
 // Stopping is the cause of a context that ends some time after the process was asked to stop, at Since. The grace
@@ -65,7 +68,8 @@ func GraceFunc(
 	graced, cancelCtx := context.WithCancel(context.WithValue(context.WithoutCancel(ctx), graceKey{}, end))
 	stop := context.AfterFunc(ctx, func() {
 		d := left()
-		end.at.Store(time.Now().Add(d).UnixNano())
+		at := time.Now().Add(d)
+		end.at.Store(&at)
 		select {
 		case <-time.After(d):
 			cancelCtx()
