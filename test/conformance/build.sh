@@ -40,7 +40,7 @@ version() { # VERSION
   sums=$(cat "$mod" "${mod%.mod}.sum" | hash)
   of=(-C "$src" -modfile="$mod" -trimpath -ldflags "-s -w $flags")
   build "$home/bin/ginkgo" "$sums" go build "${of[@]}" github.com/onsi/ginkgo/v2/ginkgo
-  build "$home/bin/e2e.test" "$sums" go test "${of[@]}" -c ./test/e2e
+  build "$home/bin/e2e.test" "$sums" go test "${of[@]}" -vet=off -c ./test/e2e
   build "$home/parts/agnhost" "$sums" go build "${of[@]}" ./test/images/agnhost
   build "$home/parts/sample-apiserver" "$sums" go build "${of[@]}" k8s.io/sample-apiserver
   build "$home/parts/etcd" "$sums" go build "${of[@]}" go.etcd.io/etcd/server/v3
