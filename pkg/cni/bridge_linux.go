@@ -21,7 +21,7 @@ func EnsureBridge(conf *Conf) (netlink.Link, error) {
 	if err != nil {
 		return nil, err
 	}
-	bridge, err := findOrAddBridge(conf)
+	bridge, made, err := findOrAddBridge(conf)
 	if err != nil {
 		return nil, err
 	}
@@ -47,30 +47,57 @@ func EnsureBridge(conf *Conf) (netlink.Link, error) {
 	if err := netlink.LinkSetUp(bridge); err != nil {
 		return nil, errors.Join(wrong, fmt.Errorf("starting bridge %s: %w", conf.Bridge, err))
 	}
+	if made {
+		wrong = errors.Join(wrong, gather(conf, bridge))
+	}
 	return bridge, wrong
 }
 
-func findOrAddBridge(conf *Conf) (netlink.Link, error) {
-	link, err := netlink.LinkByName(conf.Bridge)
+// gather puts the links of running pods on a new bridge: somebody has removed the old one.
+func gather(conf *Conf, bridge netlink.Link) error {
+	links, err := Dump(netlink.LinkList)
+	if err != nil {
+		return fmt.Errorf("listing links: %w", err)
+	}
+	for _, link := range links {
+		a, _, ok := attachmentOf(link.Attrs().Alias)
+		if !ok || a.network != conf.Name || link.Attrs().Name != a.hostLink() || link.Attrs().MasterIndex != 0 {
+			continue
+		}
+		err = netlink.LinkSetMaster(link, bridge)
+		if err == nil {
+			err = netlink.LinkSetHairpin(link, true)
+		}
+		if err != nil && !isNotFound(err) && !errors.Is(err, unix.ENODEV) { // else the pod has ended
+			return fmt.Errorf("putting %s on bridge %s: %w", link.Attrs().Name, conf.Bridge, err)
+		}
+	}
+	return nil
+}
+
+// findOrAddBridge returns the bridge. made says that it was missing.
+func findOrAddBridge(conf *Conf) (link netlink.Link, made bool, err error) {
+	link, err = netlink.LinkByName(conf.Bridge)
 	if isNotFound(err) {
 		attrs := netlink.NewLinkAttrs()
 		attrs.Name = conf.Bridge
 		attrs.HardwareAddr = macOf(gatewayOf(conf.Subnets[0]))
 		if attrs.MTU, err = conf.mtu(); err != nil {
-			return nil, err
+			return nil, false, err
 		}
 		if err = netlink.LinkAdd(&netlink.Bridge{LinkAttrs: attrs}); err != nil && !errors.Is(err, unix.EEXIST) {
-			return nil, fmt.Errorf("making bridge %s: %w", conf.Bridge, err)
+			return nil, false, fmt.Errorf("making bridge %s: %w", conf.Bridge, err)
 		}
+		made = err == nil
 		link, err = netlink.LinkByName(conf.Bridge)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("finding bridge %s: %w", conf.Bridge, err)
+		return nil, false, fmt.Errorf("finding bridge %s: %w", conf.Bridge, err)
 	}
 	if link.Type() != "bridge" {
-		return nil, fmt.Errorf("link %s is a %s: name another bridge", conf.Bridge, link.Type())
+		return nil, false, fmt.Errorf("link %s is a %s: name another bridge", conf.Bridge, link.Type())
 	}
-	return link, nil
+	return link, made, nil
 }
 
 // macOf returns the hardware address for an IP address. So the bridge, and a pod at the same address, have the same

@@ -666,6 +666,33 @@ func TestBridge(t *testing.T) {
 	}
 }
 
+// Somebody removes the bridge while pods run: the next ADD, or the edge, connects them again.
+func TestBridgeIsRemoved(t *testing.T) {
+	if !inOwnNetwork(t) {
+		return
+	}
+	c := newContainers(t, "1.1.0", subnet4, subnet6)
+	old := c.newPod("old-0")
+	old.add()
+	bridge, err := netlink.LinkByName("tunnel0")
+	if err == nil {
+		err = netlink.LinkDel(bridge)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	fresh := c.newPod("new-0")
+	fresh.add()
+	for i := range old.addrs {
+		reaches(t, fresh, old, old.addrs[i])
+		reaches(t, old, fresh, fresh.addrs[i])
+		reaches(t, nil, old, old.addrs[i])
+	}
+	if err := old.check(); err != nil {
+		t.Errorf("CHECK: %v", err)
+	}
+}
+
 // The networks of the node change: new pods get addresses of the new ones, pods that live keep theirs.
 func TestChangedSubnets(t *testing.T) {
 	if !inOwnNetwork(t) {
