@@ -20,7 +20,7 @@ func TestLeftRules(t *testing.T) {
 		}()
 		time.Sleep(time.Hour)
 		synctest.Wait()
-		if len(removed) != 1 || removed[0] <= lastTime+tunnel.GracePeriod || removed[0] > time.Minute {
+		if len(removed) != 1 || removed[0] <= lastTime+handOverTime+tunnel.GracePeriod || removed[0] > time.Minute {
 			t.Errorf("the rules are removed after %v", removed)
 		}
 		select {

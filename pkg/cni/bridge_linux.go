@@ -21,7 +21,7 @@ func EnsureBridge(conf *Conf) (netlink.Link, error) {
 	if err != nil {
 		return nil, err
 	}
-	bridge, made, err := findOrAddBridge(conf)
+	bridge, err := findOrAddBridge(conf)
 	if err != nil {
 		return nil, err
 	}
@@ -47,18 +47,17 @@ func EnsureBridge(conf *Conf) (netlink.Link, error) {
 	if err := netlink.LinkSetUp(bridge); err != nil {
 		return nil, errors.Join(wrong, fmt.Errorf("starting bridge %s: %w", conf.Bridge, err))
 	}
-	if made {
-		wrong = errors.Join(wrong, gather(conf, bridge))
-	}
-	return bridge, wrong
+	return bridge, errors.Join(wrong, gather(conf, bridge))
 }
 
-// gather puts the links of running pods on a new bridge: somebody has removed the old one.
+// gather puts links of pods that are on no bridge on this one: somebody has removed the bridge on which they were. A
+// link gets its alias when it is on a bridge already, so gather meets no ADD.
 func gather(conf *Conf, bridge netlink.Link) error {
 	links, err := Dump(netlink.LinkList)
 	if err != nil {
 		return fmt.Errorf("listing links: %w", err)
 	}
+	var errs []error
 	for _, link := range links {
 		a, _, ok := attachmentOf(link.Attrs().Alias)
 		if !ok || a.network != conf.Name || link.Attrs().Name != a.hostLink() || link.Attrs().MasterIndex != 0 {
@@ -69,35 +68,33 @@ func gather(conf *Conf, bridge netlink.Link) error {
 			err = netlink.LinkSetHairpin(link, true)
 		}
 		if err != nil && !isNotFound(err) && !errors.Is(err, unix.ENODEV) { // else the pod has ended
-			return fmt.Errorf("putting %s on bridge %s: %w", link.Attrs().Name, conf.Bridge, err)
+			errs = append(errs, fmt.Errorf("putting %s on bridge %s: %w", link.Attrs().Name, conf.Bridge, err))
 		}
 	}
-	return nil
+	return errors.Join(errs...)
 }
 
-// findOrAddBridge returns the bridge. made says that it was missing.
-func findOrAddBridge(conf *Conf) (link netlink.Link, made bool, err error) {
-	link, err = netlink.LinkByName(conf.Bridge)
+func findOrAddBridge(conf *Conf) (netlink.Link, error) {
+	link, err := netlink.LinkByName(conf.Bridge)
 	if isNotFound(err) {
 		attrs := netlink.NewLinkAttrs()
 		attrs.Name = conf.Bridge
 		attrs.HardwareAddr = macOf(gatewayOf(conf.Subnets[0]))
 		if attrs.MTU, err = conf.mtu(); err != nil {
-			return nil, false, err
+			return nil, err
 		}
 		if err = netlink.LinkAdd(&netlink.Bridge{LinkAttrs: attrs}); err != nil && !errors.Is(err, unix.EEXIST) {
-			return nil, false, fmt.Errorf("making bridge %s: %w", conf.Bridge, err)
+			return nil, fmt.Errorf("making bridge %s: %w", conf.Bridge, err)
 		}
-		made = err == nil
 		link, err = netlink.LinkByName(conf.Bridge)
 	}
 	if err != nil {
-		return nil, false, fmt.Errorf("finding bridge %s: %w", conf.Bridge, err)
+		return nil, fmt.Errorf("finding bridge %s: %w", conf.Bridge, err)
 	}
 	if link.Type() != "bridge" {
-		return nil, false, fmt.Errorf("link %s is a %s: name another bridge", conf.Bridge, link.Type())
+		return nil, fmt.Errorf("link %s is a %s: name another bridge", conf.Bridge, link.Type())
 	}
-	return link, made, nil
+	return link, nil
 }
 
 // macOf returns the hardware address for an IP address. So the bridge, and a pod at the same address, have the same

@@ -202,14 +202,14 @@ func (s *store) full(subnet netip.Prefix, healed error) error {
 // lock. DEL removes a link first, and then the reservation. So a link without a reservation means that a file was lost.
 func (s *store) repair(boot string, now time.Time) error {
 	links, err := linked()
-	if own, ownErr := Dump(func() ([]netlink.Addr, error) { return netlink.AddrList(nil, netlink.FAMILY_ALL) }); ownErr != nil {
+	own, ownErr := Dump(func() ([]netlink.Addr, error) { return netlink.AddrList(nil, netlink.FAMILY_ALL) })
+	if ownErr != nil {
 		err = errors.Join(err, fmt.Errorf("listing this machine's addresses: %w", ownErr))
-	} else {
-		s.own = make(map[netip.Addr]bool, len(own))
-		for _, one := range own {
-			addr, _ := netip.AddrFromSlice(one.IP)
-			s.own[addr.Unmap()] = true
-		}
+	}
+	s.own = make(map[netip.Addr]bool, len(own))
+	for _, one := range own {
+		addr, _ := netip.AddrFromSlice(one.IP)
+		s.own[addr.Unmap()] = true
 	}
 	return s.repairBy(links, err, boot, now)
 }

@@ -48,11 +48,11 @@ func connect(a attachment, bridge netlink.Link, pod *sandbox, mtu int, addrs, ga
 	if err != nil {
 		return fmt.Errorf("making the links of the pod: %w", err)
 	}
-	// If a pod dials its own Service, or its own port of the host, packets return by the link on which they came. With
-	// br_netfilter, the bridge itself translates the address and forwards the packet; without hairpin it would drop it.
 	if err := ignoreAdvertisements(attrs.Name); err != nil { // in case it leaves the bridge
 		return err
 	}
+	// If a pod dials its own Service, or its own port of the host, packets return by the link on which they came. With
+	// br_netfilter, the bridge itself translates the address and forwards the packet; without hairpin it would drop it.
 	if err := netlink.LinkSetHairpin(veth, true); err != nil {
 		return fmt.Errorf("setting hairpin mode of %s: %w", attrs.Name, err)
 	}

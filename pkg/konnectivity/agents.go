@@ -306,8 +306,10 @@ func (a *Agents) drains(l *agentLink) {
 	if !l.session.Leaving.Swap(true) {
 		a.log.Info("agent drains", "node", l.session.Node, "session", l.session.ID)
 	}
-	if all := a.nodes[l.session.Node]; len(all) > 0 && !newest(all).session.Leaving.Load() {
-		a.attachLocked(newest(all))
+	if all := a.nodes[l.session.Node]; len(all) > 0 {
+		if stays := newest(all); !stays.session.Leaving.Load() {
+			a.attachLocked(stays)
+		}
 	}
 }
 

@@ -888,24 +888,30 @@ func TestAgentDrainAnswers(t *testing.T) {
 	}
 }
 
-// A stream that is about to end serves new conns of its node only if there is no other.
-func TestNewestAgent(t *testing.T) {
-	link := func(leaving bool) *agentLink {
-		l := &agentLink{session: new(tunnel.Session)}
-		l.session.Leaving.Store(leaving)
-		return l
-	}
-	stays, goes := link(false), link(true)
-	for name, c := range map[string]struct {
-		all  []*agentLink
-		want *agentLink
-	}{
-		"the newest":          {[]*agentLink{link(false), stays}, stays},
-		"the newest is going": {[]*agentLink{link(false), stays, link(true)}, stays},
-		"all are going":       {[]*agentLink{link(true), goes}, goes},
-	} {
-		if newest(c.all) != c.want {
-			t.Errorf("%s: another stream", name)
+// A stream that is about to end does not get the new conns of its node, if another one stays.
+func TestLeavingAgentIsNotAttached(t *testing.T) {
+	r := newAgentsRig(t, nil)
+	join := func(streams int) grpc.ClientStream {
+		s, _ := r.raw(t, "agentid", "n1", "authorization", "Bearer token of n1")
+		if _, err := s.Header(); err != nil {
+			t.Fatal(err)
 		}
+		testkit.Eventually(t, "the agent has joined", func() bool {
+			r.Agents.mu.Lock()
+			defer r.Agents.mu.Unlock()
+			return len(r.Agents.nodes["n1"]) == streams
+		})
+		return s
+	}
+	join(1)
+	stays := r.dir.Lookup("n1")
+	join(2).SendMsg(&Packet{Type: PacketDrain})
+	r.Agents.mu.Lock()
+	second := r.Agents.nodes["n1"][1].session
+	r.Agents.mu.Unlock()
+	testkit.Eventually(t, "the second agent drains", second.Leaving.Load)
+	time.Sleep(settleTime + settleTime/2)
+	if r.dir.Lookup("n1") != stays {
+		t.Error("new conns go to the agent that drains")
 	}
 }

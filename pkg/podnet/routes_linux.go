@@ -37,6 +37,12 @@ type link struct {
 	bridge  bool         // it is the bridge of this node's pods
 }
 
+// takes reports whether the kernel sends packets to addresses of a network to the link, also with a route to the
+// network: the longest prefix decides, and among equals the network of a link.
+func (l link) takes(network netip.Prefix) bool {
+	return l.network.Overlaps(network) && l.network.Bits() >= network.Bits()
+}
+
 // route leads to the pods of a neighbour.
 type route struct {
 	to   netip.Prefix
@@ -137,10 +143,10 @@ func refuses(r route, conf *cni.Conf, links []link, before []route) string {
 		return "the network is too large for pods of one node"
 	case slices.ContainsFunc(conf.Subnets, r.to.Overlaps):
 		return "this node's pods have the network"
-	case slices.ContainsFunc(links, func(l link) bool { return l.bridge && l.network.Overlaps(r.to) }):
+	case slices.ContainsFunc(links, func(l link) bool { return l.bridge && l.takes(r.to) }):
 		return "the network was that of this node's pods: when no pod has an address of it any more, " +
 			"remove its gateway from the bridge, or reboot the node"
-	case slices.ContainsFunc(links, func(l link) bool { return l.network.Overlaps(r.to) }):
+	case slices.ContainsFunc(links, func(l link) bool { return !l.bridge && l.network.Overlaps(r.to) }):
 		return "the network is that of a link of this machine"
 	case slices.ContainsFunc(links, func(l link) bool { return l.own == r.by }):
 		return "the address is this machine's own"

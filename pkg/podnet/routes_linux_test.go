@@ -184,6 +184,8 @@ func TestRoutesRefused(t *testing.T) {
 		{"all addresses of IPv6", neighbour("fd00:77::4", "::/0"), "too large"},
 		{"this node's pods", neighbour("192.168.7.4", "10.88.0.0/16"), "this node's pods have the network"},
 		{"this node's pods of earlier", neighbour("192.168.7.4", "10.88.9.0/24"), "was that of this node's pods"},
+		{"this node's pods of earlier, and others", neighbour("192.168.7.4", "10.88.8.0/23"),
+			"was that of this node's pods"},
 		{"the LAN", neighbour("192.168.7.4", "192.168.7.128/25"), "is that of a link"},
 		{"this node", neighbour("192.168.7.2", "10.88.4.0/24"), "this machine's own"},
 		{"a neighbour's pods", neighbour("192.168.7.4", "10.88.2.128/25"), "two nodes have the network"},

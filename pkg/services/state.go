@@ -337,13 +337,15 @@ type Named struct {
 	*Endpoint
 }
 
+var dashes = strings.NewReplacer(".", "-", ":", "-") //nolint:gochecknoglobals // a constant
+
 // Hostname returns the label of an endpoint before the name of its Service, in lower case. An endpoint without a
 // hostname has its address with dashes as its label.
 func Hostname(e *Endpoint) string {
 	if e.GetHostname() != "" {
 		return strings.ToLower(e.GetHostname())
 	}
-	name := strings.NewReplacer(".", "-", ":", "-").Replace(e.GetAddress())
+	name := dashes.Replace(e.GetAddress())
 	if strings.HasSuffix(name, "-") {
 		name += "0" // a label does not end with a dash
 	}

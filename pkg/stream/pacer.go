@@ -184,8 +184,7 @@ func (p *pacer) adjust() (began bool) {
 	}
 	switch {
 	case p.rate > 0:
-		until := now.Add(narrowTime)
-		p.narrowUntil.Store(&until)
+		p.narrowUntil.Store(new(now.Add(narrowTime)))
 		p.sends()
 	case len(busy) > 0 || first && len(p.data) > 0:
 		p.sends()

@@ -68,8 +68,7 @@ func GraceFunc(
 	graced, cancelCtx := context.WithCancel(context.WithValue(context.WithoutCancel(ctx), graceKey{}, end))
 	stop := context.AfterFunc(ctx, func() {
 		d := left()
-		at := time.Now().Add(d)
-		end.at.Store(&at)
+		end.at.Store(new(time.Now().Add(d)))
 		select {
 		case <-time.After(d):
 			cancelCtx()

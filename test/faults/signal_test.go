@@ -83,7 +83,7 @@ func TestTerminateDrains(t *testing.T) {
 		if err := c.SetDeadline(time.Now().Add(30 * time.Second)); err != nil {
 			t.Fatal(err)
 		}
-		// Three seconds both ways.
+		// Six seconds both ways.
 		x := transfer{Up: 24 << 20, Down: 24 << 20, BytesPerSecond: 4 << 20}
 		var arrived atomic.Int64
 		ended := make(chan error, 1)

@@ -357,9 +357,8 @@ func (p *pair) tryHTTPS(terminated bool) func(ctx context.Context, _ func()) err
 		client := &http.Client{Timeout: hangs, Transport: &http.Transport{
 			TLSClientConfig: cfg,
 			DialContext: func(ctx context.Context, network, _ string) (net.Conn, error) {
-				begun := time.Now()
 				c, err := new(net.Dialer).DialContext(ctx, network, p.HTTPSDoor())
-				return &lateConn{Conn: c, begun: begun, late: &late}, err
+				return &lateConn{Conn: c, begun: time.Now(), late: &late}, err
 			},
 			DisableKeepAlives: true,
 		}}

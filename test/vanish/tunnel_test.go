@@ -322,10 +322,8 @@ func (tn *tunnel) dial() (p pair, err error) {
 		}
 		target.Close()
 	}
-	if err == nil {
-		if _, err = target.Write([]byte("!")); err == nil {
-			_, err = caller.Read(one)
-		}
+	if _, err = target.Write([]byte("!")); err == nil {
+		_, err = caller.Read(one)
 	}
 	if err != nil {
 		reset(caller)

@@ -47,14 +47,14 @@ type Zone struct {
 	domain     string // lower case, with the dot at its end; set once
 	namespaces map[string]int
 	known      map[services.Path][]netip.Addr // for each Service, its addresses in pointers
-	pointers   map[netip.Addr]map[services.Path]string
+	pointers   map[netip.Addr][]services.Path // the Services and endpoints that have an address, sorted
 }
 
 // NewZone returns the zone of a domain, such as cluster.local, without Services.
 func NewZone(domain string) *Zone {
 	return &Zone{
 		domain: dns.CanonicalName(domain), namespaces: make(map[string]int),
-		known: make(map[services.Path][]netip.Addr), pointers: make(map[netip.Addr]map[services.Path]string),
+		known: make(map[services.Path][]netip.Addr), pointers: make(map[netip.Addr][]services.Path),
 	}
 }
 
@@ -96,7 +96,10 @@ func (z *Zone) update(s *services.State, p services.Path) {
 	if had, known := z.known[p]; known {
 		delete(z.known, p)
 		for _, addr := range had {
-			if delete(z.pointers[addr], p); len(z.pointers[addr]) == 0 {
+			z.pointers[addr] = slices.DeleteFunc(z.pointers[addr], func(one services.Path) bool {
+				return one == p || services.ServiceOf(one) == p
+			})
+			if len(z.pointers[addr]) == 0 {
 				delete(z.pointers, addr)
 			}
 		}
@@ -110,24 +113,33 @@ func (z *Zone) update(s *services.State, p services.Path) {
 	}
 	z.namespaces[namespace]++
 	z.known[p] = nil
-	own := name + "." + namespace + "." + labelService + "." + z.domain
-	point := func(text, to string) {
+	point := func(text string, to services.Path) {
 		addr, err := netip.ParseAddr(text)
 		if err != nil {
 			return
 		}
-		if addr = addr.Unmap(); z.pointers[addr] == nil {
-			z.pointers[addr] = make(map[services.Path]string)
+		addr = addr.Unmap()
+		if i, has := slices.BinarySearch(z.pointers[addr], to); !has {
+			z.pointers[addr] = slices.Insert(z.pointers[addr], i, to)
 		}
-		z.pointers[addr][p] = to
 		z.known[p] = append(z.known[p], addr)
 	}
 	for _, ip := range service.GetClusterIps() {
-		point(ip, own)
+		point(ip, p)
 	}
 	for _, e := range ready(s, p, service) {
-		point(e.GetAddress(), services.Hostname(e.Endpoint)+"."+own)
+		point(e.GetAddress(), e.Path)
 	}
+}
+
+// nameOf returns the name of a Service, or of an endpoint.
+func (z *Zone) nameOf(s *services.State, p services.Path) string {
+	of := services.ServiceOf(p)
+	if of == "" {
+		namespace, name, _ := services.CutService(p)
+		return name + "." + namespace + "." + labelService + "." + z.domain
+	}
+	return services.Hostname(s.Endpoint(p)) + "." + z.nameOf(s, of)
 }
 
 // ready returns the endpoints of a Service that have names: the ready ones, or all if the Service publishes those that
@@ -144,7 +156,7 @@ func ready(s *services.State, p services.Path, service *services.Service) []serv
 func (z *Zone) Answer(s *services.State, q dns.Question) *dns.Msg {
 	name := dns.CanonicalName(q.Name)
 	if addr, ok := reverse(name); ok {
-		return z.pointer(q, addr)
+		return z.pointer(s, q, addr)
 	}
 	m := new(dns.Msg)
 	owner := q.Name // in the client's spelling
@@ -186,9 +198,9 @@ func (*Zone) soa(owner string) dns.RR {
 }
 
 // pointer answers a question for the name of an address.
-func (z *Zone) pointer(q dns.Question, addr netip.Addr) *dns.Msg {
-	names := z.pointers[addr]
-	if len(names) == 0 {
+func (z *Zone) pointer(s *services.State, q dns.Question, addr netip.Addr) *dns.Msg {
+	paths := z.pointers[addr]
+	if len(paths) == 0 {
 		return nil
 	}
 	m := new(dns.Msg)
@@ -196,7 +208,12 @@ func (z *Zone) pointer(q dns.Question, addr netip.Addr) *dns.Msg {
 		m.Ns = []dns.RR{z.soa(q.Name)}
 		return m
 	}
-	for _, name := range names {
+	names := make([]string, 0, len(paths))
+	for _, p := range paths {
+		names = append(names, z.nameOf(s, p))
+	}
+	slices.Sort(names)
+	for _, name := range slices.Compact(names) { // two slices have the same endpoint for a moment
 		m.Answer = append(m.Answer, &dns.PTR{
 			Hdr: dns.RR_Header{Name: q.Name, Rrtype: dns.TypePTR, Class: dns.ClassINET, Ttl: ttl}, Ptr: name,
 		})

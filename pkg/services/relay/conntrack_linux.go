@@ -7,6 +7,7 @@ import (
 	"maps"
 	"net"
 	"net/netip"
+	"slices"
 	"strings"
 
 	"github.com/google/nftables"
@@ -154,8 +155,10 @@ func (k *linux) noteFlow(kind setKind, f family, key, val []byte) {
 	at := address{netip.AddrPortFrom(addr, binary.BigEndian.Uint16(key[4:])), protocolOf(key[0])}
 	switch r := k.left[at]; {
 	case kind == setEnds && len(val) >= size+2:
-		end, _ := netip.AddrFromSlice(val[:size])
-		r.kind, r.ends = toEnds, append(r.ends, netip.AddrPortFrom(end, binary.BigEndian.Uint16(val[size:])))
+		addr, _ := netip.AddrFromSlice(val[:size])
+		end := netip.AddrPortFrom(addr, binary.BigEndian.Uint16(val[size:]))
+		i, _ := slices.BinarySearchFunc(r.ends, end, netip.AddrPort.Compare)
+		r.kind, r.ends = toEnds, slices.Insert(r.ends, i, end)
 		k.left[at] = r
 	case kind != setEnds && len(val) >= 2:
 		k.left[at] = rule{kind: toRelay, port: binary.BigEndian.Uint16(val)}

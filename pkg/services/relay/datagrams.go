@@ -32,7 +32,8 @@ type router struct {
 
 var _ udp.Router = (*router)(nil)
 
-// Route implements udp.Router. A flow keeps its endpoint as long as the endpoint serves, even if new flows go to others.
+// Route implements udp.Router. A flow keeps its endpoint as long as the endpoint serves, even if new flows go to
+// others.
 func (o *router) Route(caller netip.AddrPort, had string) (target string, why udp.Reason, ok bool) {
 	r := o.relay
 	from := caller.Addr().Unmap()
@@ -75,13 +76,7 @@ func (r *Relay) stillServes(f frontend, had string) (target string, ok bool) {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
 	w := r.planner.ways(r.state, f, services.Serving(f.port, f.at.Addr(), r.state.Endpoints(f.path)))
-	all := slices.Concat(w.direct, w.far)
-	for _, one := range all {
-		if one.target() == had {
-			return had, true
-		}
-	}
-	for _, one := range all {
+	for _, one := range slices.Concat(w.direct, w.far) {
 		if one.GetAddress() == services.AddressOf(t.Endpoint) && one.port == t.Port {
 			return one.target(), true
 		}

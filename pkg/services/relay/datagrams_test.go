@@ -109,11 +109,12 @@ func TestRouteDatagrams(t *testing.T) {
 	}
 	// In another EndpointSlice it is the same endpoint.
 	moved := services.EndpointPath("shop", "web", "web-z", "10.88.2.5")
-	apply(&pb.Changes{Deleted: []string{far4}, Set: []*pb.Item{item(t, moved, datagramEndpoint("10.88.2.5", "edge2", 5353))}})
+	same := datagramEndpoint("10.88.2.5", "edge2", 5353)
+	apply(&pb.Changes{Deleted: []string{far4}, Set: []*pb.Item{item(t, moved, same)}})
 	if got := route(t, o, caller, a); got != moved+" UDP 5353" {
 		t.Errorf("the flow of an endpoint in another EndpointSlice goes to %s", got)
 	}
-	apply(&pb.Changes{Deleted: []string{moved}, Set: []*pb.Item{item(t, far4, datagramEndpoint("10.88.2.5", "edge2", 5353))}})
+	apply(&pb.Changes{Deleted: []string{moved}, Set: []*pb.Item{item(t, far4, same)}})
 
 	// An endpoint that is deleted loses its flows.
 	if _, _, err := o.relay.applySeries([]*pb.Changes{{Deleted: []string{far4}}}); err != nil {

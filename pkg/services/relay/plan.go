@@ -427,7 +427,7 @@ func (n planner) rule(s *services.State, f frontend, endpoints []services.Named)
 	if f.at.protocol == protocolUDP {
 		w := n.ways(s, f, services.Serving(f.port, f.at.Addr(), endpoints))
 		r.relayServes = len(w.far) > 0
-		r.serving = slices.DeleteFunc(addresses(slices.Concat(w.direct, w.unreached)), r.permits)
+		r.serving = slices.DeleteFunc(addresses(w.byKernel()), r.permits)
 	}
 	return r, true
 }
@@ -441,15 +441,21 @@ func addresses(of []way) (all []netip.AddrPort) {
 	return all
 }
 
+// byKernel returns the ways to endpoints to which the kernel may send packets. As kube-proxy does, the kernel tries
+// endpoints of which nobody knows a way, if there are no others.
+func (w ways) byKernel() []way {
+	if len(w.direct)+len(w.far) == 0 {
+		return w.unreached
+	}
+	return w.direct
+}
+
 // rule returns what the kernel has to do with packets to a frontend with these ways. anywhere says that the frontend
 // has usable endpoints on some node. With spread, the relay chooses between direct and far endpoints, since the kernel
-// cannot. As kube-proxy does, the kernel tries endpoints of which nobody knows a way, if there are no others.
+// cannot.
 func (w ways) rule(f frontend, anywhere, spread bool) rule {
 	r := rule{sticky: f.service.GetAffinitySeconds(), masquerade: f.external}
-	direct := w.direct
-	if len(direct)+len(w.far) == 0 {
-		direct = w.unreached
-	}
+	direct := w.byKernel()
 	switch {
 	case len(direct) > 0:
 		r.kind, r.ends = toEnds, addresses(direct)

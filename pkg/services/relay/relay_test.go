@@ -135,7 +135,8 @@ func TestPlan(t *testing.T) {
 func TestPlanOtherFamily(t *testing.T) {
 	s := webService()
 	s.ClusterIps = s.ClusterIps[:1]
-	s.ExternalIps, s.LoadBalancerIps = []string{"203.0.113.1", "2001:db8::1"}, []string{"203.0.113.2", "2001:db8::2"}
+	s.ExternalIps = []string{"203.0.113.1", "2001:db8::1"}
+	s.LoadBalancerIps = []string{"203.0.113.2", "2001:db8::2"}
 	state := services.NewState()
 	if _, err := state.Apply(&pb.Changes{Set: []*pb.Item{
 		item(t, web, s), item(t, far4, endpoint("10.88.2.5", "edge1"))}}); err != nil {

@@ -87,9 +87,7 @@ func (f *fake) write(before, after rules) error {
 func (f *fake) clear() error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	for at := range f.table.toRelay() {
-		delete(f.table, at)
-	}
+	maps.DeleteFunc(f.table, func(at address, one rule) bool { return at.isPort() && one.relayed() })
 	return nil
 }
 

@@ -82,7 +82,11 @@ func (r rule) flowsRelayed() bool { return r.relayed() || r.relayServes }
 
 // permits reports whether there may be flows to an endpoint under the rule.
 func (r rule) permits(end netip.AddrPort) bool {
-	return slices.Contains(r.ends, end) || slices.Contains(r.local, end) || slices.Contains(r.serving, end)
+	in := func(sorted []netip.AddrPort) bool {
+		_, found := slices.BinarySearchFunc(sorted, end, netip.AddrPort.Compare)
+		return found
+	}
+	return in(r.ends) || in(r.local) || in(r.serving)
 }
 
 // leads reports whether there may be a flow to the address to under the rule. own is the relay's own address.
@@ -115,12 +119,12 @@ func (r rules) parts(n int) iter.Seq[rules] {
 	}
 }
 
-// toRelay returns the rules that send packets to the relay.
+// toRelay returns, for each address that may have flows to the relay, a rule that leads only there.
 func (r rules) toRelay() rules {
 	some := make(rules)
 	for at, one := range r {
-		if at.isPort() && one.relayed() {
-			some[at] = one
+		if at.isPort() && one.flowsRelayed() {
+			some[at] = rule{kind: toRelay, port: one.port}
 		}
 	}
 	return some
@@ -129,10 +133,9 @@ func (r rules) toRelay() rules {
 // mayStay reports whether all flows that began under rule r may continue under the rule after, which replaces r.
 func (r rule) mayStay(after rule) bool {
 	ends := slices.Concat(r.ends, r.local, r.serving)
-	if r.flowsRelayed() && !(after.flowsRelayed() && after.port == r.port) {
-		return false
-	}
-	return len(ends)+int(r.port) > 0 && !slices.ContainsFunc(ends, func(end netip.AddrPort) bool { return !after.permits(end) })
+	gone := func(end netip.AddrPort) bool { return !after.permits(end) }
+	return len(ends)+int(r.port) > 0 && !slices.ContainsFunc(ends, gone) &&
+		(!r.flowsRelayed() || after.flowsRelayed() && after.port == r.port)
 }
 
 // outdates compares the rules before a change with the rules after it. It returns the rules of addresses that may have
