@@ -1,12 +1,18 @@
 # Measurements with processes of their own. Included by the Makefile of the repository; paths
 # are relative to its directory. Linux only; no root but where it is said.
 
+# The benchmark compares with `ssh -R`, between a server and a client of its own.
+.PHONY: openssh
+openssh:
+	@test -x /usr/sbin/sshd || { echo "installing openssh-server"; apt-get -qq update && \
+		DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends openssh-server </dev/null >/dev/null; }
+
 .PHONY: bench bench-ci bench-long bench-compare bench-egress bench-ls bench-services bench-udp storm scale
 
-bench: iproute2 ## what a conn costs, beside TCP, TLS, yamux, ssh -R and Konnectivity; far away; beside 50 stalled readers; a storm (ten minutes; ARGS="-part cost" for a part)
+bench: iproute2 openssh ## what a conn costs, beside TCP, TLS, yamux, ssh -R and Konnectivity; far away; beside 50 stalled readers; a storm (ten minutes; ARGS="-part cost" for a part)
 	go run ./bench $(ARGS)
 
-bench-long: iproute2 ## the same at length, with everybody over every link; into docs/benchmarks (forty minutes, on a machine that does nothing else, in a tree without changes)
+bench-long: iproute2 openssh ## the same at length, with everybody over every link; into docs/benchmarks (forty minutes, on a machine that does nothing else, in a tree without changes)
 	go run ./bench -long -json docs/benchmarks/bench.json -render $(ARGS)
 
 bench-ci: ## one row of it, to see that it can be measured (half a minute)
