@@ -31,4 +31,4 @@ cat >"$RUN/dns/Corefile" <<C
 }
 C
 start coredns coredns -conf "$RUN/dns/Corefile"
-WATCH=coredns waitfor 10 CoreDNS bash -c ": </dev/tcp/$DNSBIND/53"
+WATCH=coredns waitfor 60 CoreDNS bash -c ": </dev/tcp/$DNSBIND/53"

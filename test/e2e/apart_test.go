@@ -21,9 +21,9 @@ import (
 )
 
 const (
-	noticed = 20 * time.Second             // until replicas say that they are apart: 14 s, and what a busy machine takes
-	healed  = 15*time.Second + time.Second // until they are together again, and that is written
-	grace   = 30 * time.Second             // for which a line outlives its node
+	noticed = 20 * time.Second // until replicas say that they are apart: 14 s, and what a busy machine takes
+	healed  = 28 * time.Second // until they are together again, and that is written: up to 15 s, and the looks
+	grace   = 30 * time.Second // for which a line outlives its node
 	// from noticed on: what is lost is forgotten, and the line of a node that is not there would go
 	torn = 15*time.Second + grace + 3*time.Second
 )
@@ -252,9 +252,9 @@ func (d *divide) everywhere(ctx context.Context) error {
 func (d *divide) restored(ctx context.Context, t *testing.T) {
 	d.join(ctx, t, fieldNode(1), d.one)
 	d.join(ctx, t, fieldNode(2), d.two)
-	eventually(ctx, t, 5*time.Second, "the lines of both replicas",
+	eventually(ctx, t, 15*time.Second, "the lines of both replicas",
 		func(ctx context.Context) error { return d.f.has(ctx, d.lines(nil)) })
-	eventually(ctx, t, 5*time.Second, "each to relay to the other", d.everywhere)
+	eventually(ctx, t, 15*time.Second, "each to relay to the other", d.everywhere)
 	m, err := d.f.admin.load(ctx)
 	if err != nil {
 		t.Fatal(err)
@@ -264,7 +264,7 @@ func (d *divide) restored(ctx context.Context, t *testing.T) {
 	if err := d.f.admin.do(ctx, http.MethodPut, mapPath, "application/json", m, nil); err != nil {
 		t.Fatal(err)
 	}
-	took := eventually(ctx, t, 5*time.Second, "the line to be written back",
+	took := eventually(ctx, t, 15*time.Second, "the line to be written back",
 		func(ctx context.Context) error { return d.f.has(ctx, d.lines(nil)) })
 	t.Logf("written back after %v", took.Round(time.Millisecond))
 }
@@ -276,7 +276,7 @@ func (d *divide) cutOff(ctx context.Context, t *testing.T, r *record) {
 	d.join(ctx, t, fieldNode(4), d.one)
 	d.join(ctx, t, fieldNode(5), d.two)
 	d.join(ctx, t, fieldNode(6), d.one)
-	eventually(ctx, t, 5*time.Second, "all lines", func(ctx context.Context) error { return d.f.has(ctx, d.lines(nil)) })
+	eventually(ctx, t, 15*time.Second, "all lines", func(ctx context.Context) error { return d.f.has(ctx, d.lines(nil)) })
 
 	d.cut(ctx, t)
 	took := eventually(ctx, t, noticed, "both replicas to notice", d.apart)
@@ -295,7 +295,7 @@ func (d *divide) cutOff(ctx context.Context, t *testing.T, r *record) {
 	d.join(ctx, t, fieldNode(7), d.two) // unseen
 	d.join(ctx, t, fieldNode(8), d.one) // seen
 	there := map[string]string{fieldNode(5): two, fieldNode(6): one, fieldNode(7): ""}
-	eventually(ctx, t, 5*time.Second, "the lines of what the leader sees",
+	eventually(ctx, t, 15*time.Second, "the lines of what the leader sees",
 		func(ctx context.Context) error { return d.f.has(ctx, d.lines(there)) })
 	delete(there, fieldNode(6))
 	eventually(ctx, t, time.Until(lost.Add(torn)), "the line of what has left the leader to go",
@@ -348,7 +348,7 @@ func (d *divide) leaderCutOff(ctx context.Context, t *testing.T, r *record) {
 	t.Logf("the other leads after %v", time.Since(began).Round(time.Millisecond))
 	d.move(ctx, t, fieldNode(8), d.two)
 	d.join(ctx, t, fieldNode(5), d.two)
-	eventually(ctx, t, 5*time.Second, "the lines of what it holds",
+	eventually(ctx, t, 15*time.Second, "the lines of what it holds",
 		func(ctx context.Context) error { return d.f.has(ctx, d.lines(nil)) })
 	// Until what is lost is forgotten.
 	time.Sleep(time.Until(began.Add(noticed + 15*time.Second + 2*time.Second)))

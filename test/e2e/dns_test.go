@@ -147,7 +147,7 @@ func names(ctx context.Context, t *testing.T, f *field, one *replica, volume str
 	})
 	t.Logf("the responder is seen after %v", took.Round(time.Millisecond))
 	lines := map[string]string{node: one.ip}
-	eventually(ctx, t, time.Until(began.Add(5*time.Second)), "the line",
+	eventually(ctx, t, time.Until(began.Add(15*time.Second)), "the line",
 		func(ctx context.Context) error { return f.has(ctx, lines) })
 	t.Logf("the line is there after %v", time.Since(began).Round(time.Millisecond))
 	eventually(ctx, t, 10*time.Second, "the mounted file", func(context.Context) error {
@@ -163,13 +163,13 @@ func names(ctx context.Context, t *testing.T, f *field, one *replica, volume str
 	// A Node that is deleted may no longer appear, whoever is connected.
 	deleted := fieldNode(9)
 	f.join(ctx, t, deleted, one)
-	eventually(ctx, t, 5*time.Second, "the line of "+deleted, func(ctx context.Context) error {
+	eventually(ctx, t, 15*time.Second, "the line of "+deleted, func(ctx context.Context) error {
 		return f.has(ctx, map[string]string{node: one.ip, deleted: one.ip})
 	})
 	if _, err := f.c.kubectl(ctx, "delete", "node", deleted); err != nil {
 		t.Fatal(err)
 	}
-	eventually(ctx, t, 5*time.Second, "the line of the deleted Node to go",
+	eventually(ctx, t, 15*time.Second, "the line of the deleted Node to go",
 		func(ctx context.Context) error { return f.has(ctx, lines) })
 	unknown := append(refused(), deleted)
 
@@ -246,7 +246,7 @@ func throttled(ctx context.Context, t *testing.T, f *field, one *replica, g *gat
 	g.count()
 	began := time.Now()
 	f.join(ctx, t, node, one)
-	eventually(ctx, t, 5*time.Second, "the answer, which does not need kube-apiserver", func(ctx context.Context) error {
+	eventually(ctx, t, 15*time.Second, "the answer, which does not need kube-apiserver", func(ctx context.Context) error {
 		a, err := one.answers(ctx, node)
 		return want(err, a, one.ip)
 	})
@@ -263,7 +263,7 @@ func throttled(ctx context.Context, t *testing.T, f *field, one *replica, g *gat
 	})
 	t.Logf("written %v after the last 429", took.Round(time.Millisecond))
 	f.join(ctx, t, second, one)
-	eventually(ctx, t, 5*time.Second, "everything to be as before", func(ctx context.Context) error {
+	eventually(ctx, t, 15*time.Second, "everything to be as before", func(ctx context.Context) error {
 		return errors.Join(f.has(ctx, map[string]string{node: one.ip, second: one.ip}), noted(ctx, one, ""))
 	})
 
@@ -357,7 +357,7 @@ func forbidden(ctx context.Context, t *testing.T, f *field, one *replica, g *gat
 		return f.has(ctx, map[string]string{fieldNode(1): one.ip, fieldNode(2): one.ip, fieldNode(3): one.ip})
 	})
 	t.Logf("written %v after the rights were given back", took.Round(time.Millisecond))
-	eventually(ctx, t, 5*time.Second, "/readyz?verbose to be quiet again",
+	eventually(ctx, t, 15*time.Second, "/readyz?verbose to be quiet again",
 		func(ctx context.Context) error { return noted(ctx, one, "") })
 }
 
@@ -401,11 +401,11 @@ func takeover(ctx context.Context, t *testing.T, f *field, one, two *replica) {
 	one.kill(t)
 	killed := time.Now()
 	f.endpoints(ctx, t, 2, 3)
-	eventually(ctx, t, 20*time.Second, "the other replica to lead", two.leads)
+	eventually(ctx, t, 40*time.Second, "the other replica to lead", two.leads)
 	t.Logf("the other leads after %v", time.Since(killed).Round(time.Millisecond))
 	// Its own lines come; those of the one that is gone stay for the grace period, as if their nodes had left.
 	before[fieldNode(4)] = two.ip
-	eventually(ctx, t, 5*time.Second, "its lines", func(ctx context.Context) error { return f.has(ctx, before) })
+	eventually(ctx, t, 15*time.Second, "its lines", func(ctx context.Context) error { return f.has(ctx, before) })
 	for i := range 3 {
 		f.leave(t, fieldNode(i+1))
 	}
@@ -574,7 +574,7 @@ func foreignWriters(ctx context.Context, t *testing.T, f *field, two *replica) f
 	}
 	wrote, conflicts = ok("ok")-wrote, ok("conflict")-conflicts
 	t.Logf("others wrote %v; the cloud %v times, and lost %v races", w.did, wrote, conflicts)
-	if limit := during.Seconds() + 5; wrote > limit {
+	if limit := time.Since(began).Seconds() + 5; wrote > limit {
 		t.Errorf("the cloud wrote %v times in %v: more than once a second", wrote, time.Since(began))
 	}
 
@@ -586,7 +586,7 @@ func foreignWriters(ctx context.Context, t *testing.T, f *field, two *replica) f
 		return w.unharmed(m)
 	}
 	lines := f.connected(two)
-	eventually(ctx, t, 5*time.Second, "every foreign byte and every line", func(ctx context.Context) error {
+	eventually(ctx, t, 15*time.Second, "every foreign byte and every line", func(ctx context.Context) error {
 		return errors.Join(unharmed(ctx), f.hasAll(ctx, lines))
 	})
 	return unharmed
@@ -627,7 +627,7 @@ func restarted(
 	for i := range 3 {
 		f.join(ctx, t, fieldNode(i+1), two)
 	}
-	eventually(ctx, t, 5*time.Second, "/readyz?verbose to say that it cannot be written", func(ctx context.Context) error {
+	eventually(ctx, t, 15*time.Second, "/readyz?verbose to say that it cannot be written", func(ctx context.Context) error {
 		return noted(ctx, two, "cannot be written")
 	})
 	if a, err := two.answers(ctx, fieldNode(1)); err != nil || a != two.ip {
@@ -652,18 +652,18 @@ func restarted(
 // handover ends the leader as Kubernetes does. The next one is configured to show some nodes only.
 func handover(ctx context.Context, t *testing.T, f *field, two, three *replica) {
 	f.join(ctx, t, noField, two)
-	eventually(ctx, t, 5*time.Second, "the line of a node without the label", func(ctx context.Context) error {
+	eventually(ctx, t, 15*time.Second, "the line of a node without the label", func(ctx context.Context) error {
 		got, err := f.admin.lines(ctx)
 		return want(err, got[noField], two.ip)
 	})
 	two.leave(t)
-	took := eventually(ctx, t, 5*time.Second, "the other replica to lead", three.leads)
+	took := eventually(ctx, t, 15*time.Second, "the other replica to lead", three.leads)
 	t.Logf("the other leads after %v", took.Round(time.Millisecond))
 	f.leave(t, noField)
 	f.leave(t, fieldNode(1))
 	f.join(ctx, t, noField, three)
 	f.join(ctx, t, fieldNode(1), three)
-	eventually(ctx, t, 5*time.Second, "the lines that its nodeselector allows", func(ctx context.Context) error {
+	eventually(ctx, t, 15*time.Second, "the lines that its nodeselector allows", func(ctx context.Context) error {
 		got, err := f.admin.lines(ctx)
 		// Nobody has said that the pod of the one before is gone: it may still serve its nodes.
 		return errors.Join(want(err, got[fieldNode(1)], three.ip), want(nil, got[noField], ""),

@@ -42,7 +42,7 @@ func TestRecord(t *testing.T) {
 	if err := c.script(ctx, "dns.sh", "file", filepath.Join(volume, "hosts")); err != nil {
 		t.Fatal(err)
 	}
-	tn.up(ctx, t, 6*time.Second)
+	tn.up(ctx, t, 30*time.Second)
 	t.Cleanup(func() { tn.down(t) })
 
 	watching, stop := context.WithCancel(ctx)

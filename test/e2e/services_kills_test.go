@@ -96,7 +96,7 @@ func (k *kills) run(ctx context.Context, t *testing.T, lasts time.Duration) {
 	defer stop()
 	for _, node := range k.c.nodes {
 		eventually(ctx, t, settles, "the Service of "+node, func(ctx context.Context) error {
-			return k.echoes(ctx, node, "tcp", k.held(node), node)
+			return k.echoes(ctx, answers, node, "tcp", k.held(node), node)
 		})
 		for range heldConns {
 			load.Go(func() { k.hold(calling, node) })
@@ -198,15 +198,15 @@ func ask(conn net.Conn, within time.Duration, node string) error {
 var errWrong = errors.New("another pod answers")
 
 // echoes has a process of a node call a Service, whose pod is on the node of.
-func (k *kills) echoes(ctx context.Context, node, network, addr, of string) error {
-	ctx, cancel := context.WithTimeout(ctx, answers)
+func (k *kills) echoes(ctx context.Context, limit time.Duration, node, network, addr, of string) error {
+	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
 	conn, err := dialInside(ctx, "/run/netns/te2e-"+node, network, addr+":"+echoPort)
 	if err != nil {
 		return err
 	}
 	defer conn.Close()
-	return ask(conn, answers, of)
+	return ask(conn, limit, of)
 }
 
 // hold keeps a conn from a process of a node to the pod of the node in use. Nothing may cut the conn.
@@ -229,7 +229,8 @@ func (k *kills) hold(ctx context.Context, node string) {
 // away: the kernel has the rules.
 func (k *kills) open(ctx context.Context, node string) {
 	for ; ctx.Err() == nil; time.Sleep(100 * time.Millisecond) {
-		if err := k.echoes(ctx, node, "tcp", k.held(node), node); err != nil && ctx.Err() == nil {
+		// A lost packet alone costs a second or more.
+		if err := k.echoes(ctx, 20*time.Second, node, "tcp", k.held(node), node); err != nil && ctx.Err() == nil {
 			k.log.Errorf("a new conn of %s to its own pod: %v", node, err)
 			return
 		}
@@ -248,7 +249,7 @@ func (k *kills) call(ctx context.Context, node string, i int) {
 	defer flow.Close()
 	for ; ctx.Err() == nil; time.Sleep(200 * time.Millisecond) {
 		k.calls.Add(1)
-		err := errors.Join(k.echoes(ctx, node, "tcp", addr, of), ask(flow, 100*time.Millisecond, of))
+		err := errors.Join(k.echoes(ctx, answers, node, "tcp", addr, of), ask(flow, 100*time.Millisecond, of))
 		switch {
 		case errors.Is(err, errWrong):
 			k.log.Errorf("from %s to %s: %v", node, addr, err)
@@ -352,7 +353,7 @@ func (k *kills) served(ctx context.Context, node string) error {
 		addr, of := k.comer(i)
 		for _, network := range []string{"tcp", "udp"} {
 			go func() {
-				err := k.echoes(ctx, node, network, addr, of)
+				err := k.echoes(ctx, answers, node, network, addr, of)
 				switch {
 				case exists && err != nil:
 					all <- fmt.Errorf("the Service %s by %s: %w", addr, network, err)

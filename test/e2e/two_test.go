@@ -62,7 +62,7 @@ func (p *pairOfClouds) start(ctx context.Context, t *testing.T, i int) {
 	t.Helper()
 	name := fmt.Sprintf("cloud%d", i+1)
 	p.run[i] = startDaemon(t, p.tn.c, name, p.tn.cloudCommand(ctx, name, p.ip[i]))
-	eventually(ctx, t, 5*time.Second, name+" to be ready", func(ctx context.Context) error {
+	eventually(ctx, t, backAgain, name+" to be ready", func(ctx context.Context) error {
 		return is200(get(ctx, &http.Transport{DisableKeepAlives: true}, "http://"+p.log[i]+"/readyz?verbose"))
 	})
 }

@@ -141,7 +141,7 @@ func through(t testing.TB, what string, log func() string, health int, dial dial
 
 // works reports whether a byte comes back.
 func works(dial dialer, addr string) error {
-	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	c, err := dial(ctx, addr)
 	if err != nil {
@@ -494,11 +494,11 @@ func TestStockServerDrain(t *testing.T) {
 				ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
 				defer cancel()
 				c, err := dial(ctx, back)
-				if err == nil {
-					c.Close()
-				}
 				if ctx.Err() != nil {
 					hung.Add(1)
+				}
+				if err == nil {
+					c.Close()
 				}
 			})
 		}
