@@ -75,13 +75,21 @@ func (r *Relay) stillServes(f frontend, had string) (target string, ok bool) {
 	}
 	r.mu.RLock()
 	defer r.mu.RUnlock()
-	w := r.planner.ways(r.state, f, services.Serving(f.port, f.at.Addr(), r.state.Endpoints(f.path)))
-	for _, one := range slices.Concat(w.direct, w.far) {
-		if one.GetAddress() == services.AddressOf(t.Endpoint) && one.port == t.Port {
-			return one.target(), true
+	find := func(endpoints []services.Named) (target string, ok bool) {
+		w := r.planner.ways(r.state, f, services.Serving(f.port, f.at.Addr(), endpoints))
+		for _, one := range slices.Concat(w.direct, w.far) {
+			if one.GetAddress() == services.AddressOf(t.Endpoint) && one.port == t.Port {
+				return one.target(), true
+			}
+		}
+		return "", false
+	}
+	if e := r.state.Endpoint(t.Endpoint); e != nil && services.ServiceOf(t.Endpoint) == f.path {
+		if target, ok = find([]services.Named{{Path: t.Endpoint, Endpoint: e}}); ok {
+			return target, true
 		}
 	}
-	return "", false
+	return find(r.state.Endpoints(f.path))
 }
 
 // datagramTimeout bounds the dial of a conn for datagrams. During the dial, the conn's datagrams wait or are dropped.
