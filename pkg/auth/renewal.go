@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/tls"
 	"crypto/x509"
+	"errors"
 	"fmt"
 	"io/fs"
 	"log/slog"
@@ -238,8 +239,11 @@ func (r *Renewal) renew(ctx context.Context) error {
 	// write the certificate, it is lost, but the session continues: it may be the only way to this
 	// machine.
 	if err := WriteNodeFile(r.cfg.File, chain, key); err != nil {
-		return fmt.Errorf("%w; the user that the edge runs as must be able to write to the folder of %s",
-			err, r.cfg.File)
+		if errors.Is(err, fs.ErrPermission) {
+			err = fmt.Errorf("%w; the user that the edge runs as must be able to write to the folder of %s",
+				err, r.cfg.File)
+		}
+		return err
 	}
 	r.current.Store(leaf)
 	r.cfg.Log.Info("the node's certificate was renewed", "expires", leaf.NotAfter)

@@ -298,7 +298,8 @@ func servicesOf(t *testing.T, st *api.Status, list answers) *relayed {
 
 // What an edge has in the kernel for Services, broken step by step.
 func TestServicesRules(t *testing.T) {
-	live := &api.Status{Mode: "edge", Checks: []api.Check{{Name: "services", Text: "adding 169.254.77.1 to loopback: no"}}}
+	live := &api.Status{Mode: "edge", Checks: []api.Check{
+		{Name: "services", Text: "adding 169.254.77.1: no; it needs CAP_NET_ADMIN"}}}
 	missing := func() (redirects, error) { return redirects{}, nil }
 	ctx := t.Context()
 	s := servicesOf(t, live, "{}")
@@ -310,8 +311,13 @@ func TestServicesRules(t *testing.T) {
 	s.links = func() ([]net.Addr, error) { return nil, nil }
 	want(t, "no address", s.redirect(ctx), StateFail, "no link has the address 169.254.77.1", "start the edge again")
 	s.rules = missing
-	want(t, "no rights", s.redirect(ctx), StateFail, "serves no Services: adding 169.254.77.1 to loopback: no",
-		"CAP_NET_ADMIN")
+	want(t, "no rights", s.redirect(ctx), StateFail, "serves no Services: adding 169.254.77.1: no; it needs",
+		"give the edge the node's network and CAP_NET_ADMIN")
+	live.Checks[0].Text = "its rules are on this node"
+	s = servicesOf(t, live, "{}")
+	s.rules = missing
+	want(t, "kube-proxy", s.redirect(ctx), StateFail, "serves no Services: its rules are on this node",
+		"do what the line says")
 	s = servicesOf(t, nil, "")
 	s.rules = missing
 	want(t, "no edge", s.redirect(ctx), StateFail, "is not there", "start the edge, which writes it")

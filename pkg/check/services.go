@@ -89,8 +89,13 @@ func (s *relayed) redirect(ctx context.Context) Result {
 		if st == nil && !s.daemon.unknown(ctx) {
 			return Fail("start the edge, which writes it", "%s", text)
 		}
-		return Fail("give the edge the node's network and CAP_NET_ADMIN, and start it again: the drop-in "+
-			"tunnel-edge-services.conf, or the overlay edge-services (docs/services.md)", "%s%s", text, lineOf(st, "services"))
+		why := lineOf(st, "services")
+		do := "do what the line says (docs/services.md)"
+		if why == "" || strings.Contains(why, "CAP_NET_ADMIN") {
+			do = "give the edge the node's network and CAP_NET_ADMIN, and start it again: the drop-in " +
+				"tunnel-edge-services.conf, or the overlay edge-services (docs/services.md)"
+		}
+		return Fail(do, "%s%s", text, why)
 	}
 	s.there = true
 	addrs, err := s.links()
@@ -222,7 +227,7 @@ func (s *relayed) kubeProxy(ctx context.Context) Result {
 			return Fail("keep kube-proxy from this node, and run kube-proxy --cleanup there; or write mode = \"relay\" "+
 				"(docs/services.md)", "mode = \"full\" takes the place of kube-proxy, but it answers at %s", s.proxy)
 		}
-		return OK("kube-proxy does not run on this node: the edge serves all Services")
+		return OK("kube-proxy does not run on this node")
 	}
 	if err != nil {
 		return Warn("start kube-proxy, or the program in its place; if its health is at another address, all is well",
