@@ -627,7 +627,8 @@ func restarted(
 	for i := range 3 {
 		f.join(ctx, t, fieldNode(i+1), two)
 	}
-	eventually(ctx, t, 15*time.Second, "/readyz?verbose to say that it cannot be written", func(ctx context.Context) error {
+	const what = "/readyz?verbose to say that it cannot be written"
+	eventually(ctx, t, 15*time.Second, what, func(ctx context.Context) error {
 		return noted(ctx, two, "cannot be written")
 	})
 	if a, err := two.answers(ctx, fieldNode(1)); err != nil || a != two.ip {

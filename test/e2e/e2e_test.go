@@ -23,8 +23,8 @@ import (
 	"tunnel.example/tunnel/test/rig"
 )
 
-// gone is how long a user may wait at a node that is not there before kubectl says so: 15 s, until the cloud has noticed
-// it, and what a busy machine takes.
+// gone is how long a user may wait at a node that is not there before kubectl says so: 15 s, until the cloud has
+// noticed it, and what a busy machine takes.
 const gone = 25 * time.Second
 
 // TestTunnel is one test because there is one cluster. The order matters: first without the tunnel,

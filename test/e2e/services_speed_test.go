@@ -273,8 +273,8 @@ func (s *farServices) sameSite(ctx context.Context, t *testing.T) {
 	s.takes(ctx, t, "without the LAN", "cloud", "near")
 }
 
-// takes waits until a connection to the Service of edge2 takes one way, and not the other. It may be later: an edge does
-// not try the LAN for a while after a slow handshake.
+// takes waits until a connection to the Service of edge2 takes one way, and not the other. It may be later: an edge
+// does not try the LAN for a while after a slow handshake.
 func (s *farServices) takes(ctx context.Context, t *testing.T, what, way, other string) {
 	t.Helper()
 	eventually(ctx, t, time.Minute, what+", a connection to take the way "+way, func(ctx context.Context) error {

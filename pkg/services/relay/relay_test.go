@@ -130,8 +130,8 @@ func TestPlan(t *testing.T) {
 	}
 }
 
-// In place of kube-proxy, the edge leaves an address alone if the Service has no ClusterIP of the same family, and so no
-// endpoints: kube-proxy writes no rules for it.
+// In place of kube-proxy, the edge leaves an address alone if the Service has no ClusterIP of the same family, and so
+// no endpoints: kube-proxy writes no rules for it.
 func TestPlanOtherFamily(t *testing.T) {
 	s := webService()
 	s.ClusterIps = s.ClusterIps[:1]
