@@ -919,8 +919,9 @@ func TestReachBreaksTheProtocol(t *testing.T) {
 				t.Errorf("topic %s is cancelled, not %s", m.GetTopic(), topic)
 			}
 			got, err := io.ReadAll(far)
-			if clean := err == nil; clean != (string(got) == "a") { // with its fin
-				t.Errorf("the target gets %q and %v", got, err)
+			// The reset may overtake the fin, since its sender has broken the protocol. No end is clean before the fin.
+			if err == nil && string(got) != "a" {
+				t.Errorf("the target gets %q and a clean end", got)
 			}
 			r.idle()
 			if !r.dir.Holds("edge1") {
