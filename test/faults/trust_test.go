@@ -185,12 +185,32 @@ func TestHangingTarget(t *testing.T) {
 	p.start()
 	base := p.baseline()
 
+	var took []time.Duration
+	for range 3 { // a busy machine may have no time for another conn while dials hang
+		if took = p.besideHangingDials(); len(took) > 0 {
+			break
+		}
+	}
+	if len(took) == 0 {
+		t.Fatal("no conn to another target was served while dials hung")
+	}
+	slices.Sort(took)
+	// Half of them: a busy machine holds up one or the other.
+	if median := took[len(took)/2]; median > 5*time.Second { // the dials hang for twice as long
+		t.Errorf("a conn to another target took %s beside dials that hang", median)
+	}
+	p.back(base)
+}
+
+// besideHangingDials returns how long conns to another target took while dials to a target that is silent hung.
+func (p *pair) besideHangingDials() (took []time.Duration) {
+	p.t.Helper()
 	const hanging, tries = 20, 2
 	ended := make(chan error, hanging)
 	started := time.Now()
 	for range hanging {
 		go func() {
-			c, closeIt, err := dial(t.Context(), p.Door("hang"))
+			c, closeIt, err := dial(p.t.Context(), p.Door("hang"))
 			if err != nil {
 				ended <- err
 				return
@@ -203,39 +223,30 @@ func TestHangingTarget(t *testing.T) {
 			ended <- orHang(err)
 		}()
 	}
-	testkit.Within(t, patience, "the edge dials the target that hangs", func() error {
+	testkit.Within(p.t, patience, "the edge dials the target that hangs", func() error {
 		n, err := metric(p.EdgeHealth(), "tunnel_conns")
-		if err == nil && n < tries {
+		if err == nil && n < tries && len(ended) == 0 {
 			err = fmt.Errorf("%v conns", n)
 		}
 		return err
 	})
-	var took []time.Duration
 	for len(took) < 10 {
 		at := time.Now()
-		if err := tryEcho(t.Context(), p.Door("echo")); err != nil {
-			t.Error(err)
+		if err := tryEcho(p.t.Context(), p.Door("echo")); err != nil {
+			p.t.Error(err)
 		}
 		if len(ended) > 0 { // on a busy machine
 			break
 		}
 		took = append(took, time.Since(at))
 	}
-	if len(took) == 0 {
-		t.Fatal("the dials ended before one conn to another target was served")
-	}
-	slices.Sort(took)
-	// Half of them: a busy machine holds up one or the other.
-	if median := took[len(took)/2]; median > 5*time.Second { // the dials hang for twice as long
-		t.Errorf("a conn to another target took %s beside %d dials that hang", median, hanging)
-	}
 	for range hanging {
 		if err := <-ended; !errors.Is(err, syscall.ECONNRESET) {
-			t.Errorf("a conn to a target that hangs ended with %v, want a reset", err)
+			p.t.Errorf("a conn to a target that hangs ended with %v, want a reset", err)
 		}
 	}
-	if took := time.Since(started); took < 5*time.Second || took > noticeWithin {
-		t.Errorf("the conns to the target that hangs ended after %s", took)
+	if all := time.Since(started); all < 5*time.Second || all > noticeWithin {
+		p.t.Errorf("the conns to the target that hangs ended after %s", all)
 	}
-	p.back(base)
+	return took
 }
