@@ -50,8 +50,8 @@ func EnsureBridge(conf *Conf) (netlink.Link, error) {
 	return bridge, errors.Join(wrong, gather(conf, bridge))
 }
 
-// gather puts links of pods that are on no bridge on this one: somebody has removed the bridge on which they were. A
-// link gets its alias when it is on a bridge already, so gather meets no ADD.
+// gather puts the links of pods that are on no bridge on this one: a person or a program has removed their bridge. ADD
+// gives a link its alias only when the link is on a bridge, so gather does not disturb an ADD.
 func gather(conf *Conf, bridge netlink.Link) error {
 	links, err := Dump(netlink.LinkList)
 	if err != nil {

@@ -376,7 +376,8 @@ func (a *Agents) admit(
 // enough, because the clock may be set while the session lives.
 const clockStep = time.Minute
 
-// awaitEnd waits for the end of the session: by either side, or since its credential is no longer valid.
+// awaitEnd returns when the session has ended. It ends the session when the agent has gone, or when the credential is
+// no longer valid.
 func (l *agentLink) awaitEnd(stream context.Context, grant auth.Grant) {
 	for {
 		var look <-chan time.Time // nil: the credential does not expire

@@ -165,8 +165,9 @@ const (
 	// The Service of the cluster's DNS is in dnsNamespace. Its name, or the value of its label dnsLabel, is dnsName:
 	// some distributions change the name, but keep the label.
 	dnsNamespace, dnsName, dnsLabel = "kube-system", "kube-dns", "k8s-app"
-	// kube-proxy leaves out Services with otherProxyLabel, and EndpointSlices with headlessLabel, whatever the value.
-	// Before Kubernetes 1.36 it also left out Services with headlessLabel (informers of cmd/kube-proxy/app/server.go).
+	// kube-proxy ignores Services that have otherProxyLabel, and EndpointSlices that have headlessLabel. The value of a
+	// label does not matter. Before Kubernetes 1.36, kube-proxy also ignored Services that have headlessLabel.
+	// The source is cmd/kube-proxy/app/server.go.
 	otherProxyLabel, headlessLabel = "service.kubernetes.io/service-proxy-name", "service.kubernetes.io/headless"
 	// spreadAnnotation, with the value "true", gives each endpoint the same chance to get a connection.
 	spreadAnnotation = "tunnel.example/spread"

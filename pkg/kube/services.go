@@ -223,9 +223,8 @@ func (s *Services) tells(namespace string) bool {
 	return s.namespaces == nil || slices.Contains(s.namespaces, namespace)
 }
 
-// has reports whether the sink has the endpoints of a slice. It lacks those of a slice with the label
-// service.kubernetes.io/headless, unless the Service is headless: kube-proxy leaves out such a slice, too. The caller
-// holds mu.
+// has reports whether the sink has the endpoints of a slice. If the slice has the label service.kubernetes.io/headless
+// and its Service has a ClusterIP, the sink lacks them: kube-proxy ignores such a slice, too. The caller holds mu.
 func (s *Services) has(of slice) bool {
 	service, ok := s.services[of.service]
 	return ok && (service.headless || !of.headless)

@@ -233,8 +233,8 @@ func TestServicesNeverWithoutEndpoints(t *testing.T) {
 	got.want("in the end", "service/shop/web", "endpoint/shop/web/web-a/10.0.0.3")
 }
 
-// An EndpointSlice with the label service.kubernetes.io/headless gives a Service with a ClusterIP no endpoints, as with
-// kube-proxy. It gives them to a headless Service: EndpointSlices of such a Service have the label.
+// A Service with a ClusterIP gets no endpoints from an EndpointSlice with the label service.kubernetes.io/headless, as
+// with kube-proxy. A headless Service does: Kubernetes gives its EndpointSlices this label.
 func TestServicesHeadlessSlices(t *testing.T) {
 	got := newSink(t)
 	s := new(Client).Services(nil, got, new(tunnel.Counters), slog.New(slog.DiscardHandler))

@@ -37,8 +37,8 @@ type link struct {
 	bridge  bool         // it is the bridge of this node's pods
 }
 
-// takes reports whether the kernel sends packets to addresses of a network to the link, also with a route to the
-// network: the longest prefix decides, and among equals the network of a link.
+// takes reports whether packets to a network leave by the link although there is a route to the network. The kernel
+// prefers the longest prefix. If both prefixes are equally long, it prefers the link.
 func (l link) takes(network netip.Prefix) bool {
 	return l.network.Overlaps(network) && l.network.Bits() >= network.Bits()
 }

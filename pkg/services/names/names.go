@@ -361,13 +361,12 @@ func (v view) withPorts(r result, service *services.Service, path services.Path,
 	return with
 }
 
-// ports returns the SRV records of the ports of a Service for which match returns true, and the addresses of their
-// targets: those of the endpoints; nil: those of the Service itself.
+// ports returns an SRV record for each port for which match returns true, and the addresses of the records' targets.
+// The targets are the endpoints. If endpoints is nil and the Service has a ClusterIP, the target is the Service itself.
 func (v view) ports(
 	service *services.Service, path services.Path, endpoints []services.Named, match func(*services.Port) bool,
 ) (r result) {
-	namespace, name, _ := services.CutService(path)
-	own := name + "." + namespace + "." + labelService + "." + v.domain
+	own := v.nameOf(v.state, path)
 	type place struct {
 		target string
 		port   uint32

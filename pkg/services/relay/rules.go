@@ -77,10 +77,12 @@ func (r rule) equal(other rule) bool {
 // relayed reports whether the rule sends packets to the relay.
 func (r rule) relayed() bool { return r.kind == toRelay || r.kind == toSplit && r.inside == toRelay }
 
-// flowsRelayed reports whether there may be flows to the relay under the rule.
+// flowsRelayed reports whether the relay may have flows for the address of the rule: the rule sends new flows there, or
+// flows that began under an earlier rule may stay.
 func (r rule) flowsRelayed() bool { return r.relayed() || r.relayServes }
 
-// permits reports whether there may be flows to an endpoint under the rule.
+// permits reports whether the kernel may send flows for the address of the rule to an endpoint: new flows, or flows
+// that began under an earlier rule.
 func (r rule) permits(end netip.AddrPort) bool {
 	in := func(sorted []netip.AddrPort) bool {
 		_, found := slices.BinarySearchFunc(sorted, end, netip.AddrPort.Compare)
@@ -89,7 +91,7 @@ func (r rule) permits(end netip.AddrPort) bool {
 	return in(r.ends) || in(r.local) || in(r.serving)
 }
 
-// leads reports whether there may be a flow to the address to under the rule. own is the relay's own address.
+// leads reports whether a flow to the address to is one that the rule permits. own is the relay's own address.
 func (r rule) leads(to netip.AddrPort, own netip.Addr) bool {
 	return r.flowsRelayed() && to == netip.AddrPortFrom(own, r.port) || r.permits(to)
 }
