@@ -1,16 +1,17 @@
 #!/bin/bash
-# busy.sh [RUNS]: runs the tests of all packages of the main module RUNS times, 20 without an argument, while four processes
-# keep the machine busy. A test that depends on the speed of the machine fails here. Programs and logs are in a folder,
-# which is removed if all runs pass, and else kept.
+# busy.sh [RUNS [PACKAGE...]]: runs the tests of the packages, those of the main module if none is named, RUNS times,
+# 20 without an argument, while four processes keep the machine busy. A test that depends on the speed of the machine
+# fails here. Programs and logs are in a folder, which is removed if all runs pass, and else kept.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 runs=${1:-20}
+packages=("${@:2}")
 dir=$(mktemp -d "${TMPDIR:-/tmp}/tunnel-busy.XXXXXX")
 busy=()
 trap '[ ${#busy[@]} = 0 ] || kill "${busy[@]}"' EXIT
 
 echo "building the tests into $dir"
-go list -f '{{if or .TestGoFiles .XTestGoFiles}}{{.ImportPath}} {{.Dir}}{{end}}' ./... >"$dir/packages"
+go list -f '{{if or .TestGoFiles .XTestGoFiles}}{{.ImportPath}} {{.Dir}}{{end}}' "${packages[@]:-./...}" >"$dir/packages"
 while read -r package folder; do
   name=${package//\//_}
   go test -c -o "$dir/$name" "$package"

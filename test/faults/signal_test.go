@@ -80,17 +80,17 @@ func TestTerminateDrains(t *testing.T) {
 			t.Fatal(err)
 		}
 		defer closeIt()
-		if err := c.SetDeadline(time.Now().Add(30 * time.Second)); err != nil {
+		if err := c.SetDeadline(time.Now().Add(time.Minute)); err != nil {
 			t.Fatal(err)
 		}
-		// Six seconds both ways.
-		x := transfer{Up: 24 << 20, Down: 24 << 20, BytesPerSecond: 4 << 20}
+		// Eight seconds both ways, so slow that a busy machine ends it in the grace period.
+		x := transfer{Up: 8 << 20, Down: 8 << 20, BytesPerSecond: 1 << 20}
 		var arrived atomic.Int64
 		ended := make(chan error, 1)
 		go func() { ended <- x.run(c, func(n int64) { arrived.Store(n) }) }()
 		testkit.Within(t, patience, "the transfer is running", func() error {
-			if n := arrived.Load(); n < 1<<20 {
-				return fmt.Errorf("%d bytes have arrived", n)
+			if n := arrived.Load(); n == 0 {
+				return errors.New("no byte has arrived")
 			}
 			return nil
 		})
