@@ -35,6 +35,7 @@ type event struct {
 // summary is what has happened so far.
 type summary struct {
 	passed, failed, skipped int
+	failures                []string            // tests that failed, each with the first of what it said
 	forbidden               []string            // skips that the list does not name
 	output                  map[string][]string // of tests that run, by package and test
 }
@@ -72,6 +73,9 @@ func run(allow string, command []string) (ok bool, err error) {
 	s := &summary{output: make(map[string][]string)}
 	scanErr := s.read(out, allowed)
 	waitErr := cmd.Wait()
+	for _, failure := range s.failures {
+		fmt.Print("FAILED ", failure)
+	}
 	for _, name := range s.forbidden {
 		fmt.Printf("SKIPPED %s, and the list of allowed skips does not name it\n", name)
 	}
@@ -155,6 +159,7 @@ func (s *summary) take(e event, allowed map[string]string) {
 	case "fail", "build-fail":
 		if e.Test != "" {
 			s.failed++
+			s.failures = append(s.failures, key+"\n"+first(s.output[key]))
 		} else {
 			s.printUnfinished(e.Package)
 		}
@@ -163,6 +168,14 @@ func (s *summary) take(e event, allowed map[string]string) {
 		return
 	}
 	delete(s.output, key)
+}
+
+// first returns the first lines that a test printed: they tell more often why it failed than the logs at its end.
+func first(output []string) string {
+	lines := slices.DeleteFunc(slices.Clone(output), func(line string) bool {
+		return strings.HasPrefix(line, "=== ") || strings.HasPrefix(strings.TrimLeft(line, " "), "--- ")
+	})
+	return strings.Join(lines[:min(5, len(lines))], "")
 }
 
 // printUnfinished prints what the tests of a package have said that never ended: the process
