@@ -197,7 +197,8 @@ func TestAlertsAndDashboard(t *testing.T) {
 			if alerts[r.Alert] || r.Annotations.Summary == "" || !severe {
 				t.Errorf("the alert %q is there twice, or lacks a summary or a severity", r.Alert)
 			}
-			if _, err := os.Stat(filepath.Join(deployment, "..", r.Annotations.Page)); err != nil {
+			file, _, _ := strings.Cut(r.Annotations.Page, "#")
+			if _, err := os.Stat(filepath.Join(deployment, "..", file)); err != nil {
 				t.Errorf("%s: %v", r.Alert, err)
 			}
 			if row := "\n| `" + r.Alert + "` | "; !strings.Contains(string(page), row) {

@@ -27,6 +27,7 @@ import (
 
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
+	_ "golang.org/x/crypto/x509roots/fallback" // the image, and some machines, have no file of CAs for wss:// and https://
 
 	"tunnel.example/tunnel/conf"
 	"tunnel.example/tunnel/pkg/auth"

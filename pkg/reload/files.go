@@ -84,7 +84,7 @@ var (
 			"by the use of its file in the configuration.", []string{"use"}, nil)
 	start = prometheus.NewDesc( //nolint:gochecknoglobals // never changes
 		"tunnel_certificate_start_timestamp_seconds",
-		"Begin of the life of that certificate, as Unix time in seconds, by the use of its file in the configuration.",
+		"Start of the validity of that certificate, as Unix time in seconds, by the use of its file in the configuration.",
 		[]string{"use"}, nil)
 )
 

@@ -308,7 +308,8 @@ func (c tokenChange) kubectl() string {
 			filter += f
 		}
 	}
-	return fmt.Sprintf(`If it comes from a Secret, this does it (correct the two names first):
+	return fmt.Sprintf(`If it comes from a Secret, these commands change it; correct the two names first.
+With cert-manager, the Secret is tunnel-tokens: make the same change where the chart or the overlay writes it.
 
   NS=%s SECRET=tunnel-cloud
   { kubectl -n $NS get secret $SECRET -o jsonpath='{.data.%s}' | base64 -d%s; echo; printf '%%s\n' '%s'; } |

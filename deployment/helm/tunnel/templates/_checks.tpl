@@ -13,6 +13,14 @@
 {{- if .Values.edge.enabled }}
   {{- $wrong = concat $wrong (include "tunnel.checks.edge" . | fromJsonArray) }}
 {{- end }}
+{{- $account := printf "%s/tunnel-edge" .Release.Namespace }}
+{{- if and .Values.cloud.enabled .Values.edge.enabled
+    (not (has $account (dig "join" "serviceaccounts" (list) .Values.cloud.config))) }}
+  {{- $wrong = append $wrong (printf (print
+      "this release installs cloud and edges, and the cloud would refuse the edges: write %s into "
+      "cloud.config.join.serviceaccounts")
+      $account) }}
+{{- end }}
 {{- if $wrong }}
   {{- fail (join "\n" $wrong) }}
 {{- end }}

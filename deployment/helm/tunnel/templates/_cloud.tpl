@@ -11,7 +11,9 @@ spec:
   serviceAccountName: tunnel-cloud
   {{- include "tunnel.pullSecrets" . | nindent 2 }}
   enableServiceLinks: {{ eq $cloud.namesLeadTo "service" }}
-  priorityClassName: system-cluster-critical
+  {{- with $cloud.priorityClassName }}
+  priorityClassName: {{ . }}
+  {{- end }}
   terminationGracePeriodSeconds: 40
   securityContext:
     {{- if $cloud.controlPlane.enabled }}

@@ -4,7 +4,7 @@ app.kubernetes.io/name: tunnel
 app.kubernetes.io/component: {{ .component }}
 app.kubernetes.io/part-of: tunnel
 app.kubernetes.io/managed-by: {{ .root.Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | trunc 63 }}
 {{- end }}
 
 {{/* Labels of a pod. Takes root and component. */}}
@@ -17,7 +17,7 @@ app.kubernetes.io/version: {{ include "tunnel.version" .root | quote }}
 
 {{/* The tag without a digest, which a label cannot hold. */}}
 {{- define "tunnel.version" -}}
-{{ include "tunnel.tag" . | regexFind "^[^@]*" }}
+{{ include "tunnel.tag" . | regexFind "^[^@]*" | trunc 63 | trimSuffix "-" }}
 {{- end }}
 
 {{- define "tunnel.tag" -}}
@@ -34,7 +34,7 @@ imagePullPolicy: {{ .Values.image.pullPolicy }}
 {{- with .Values.image.pullSecrets }}
 imagePullSecrets:
 {{- range . }}
-- name: {{ . }}
+- name: {{ . | quote }}
 {{- end }}
 {{- end }}
 {{- end }}
