@@ -184,33 +184,14 @@ const serverDelay = 2 * time.Second
 // does not answer within serverDelay, Dial tries the next server beside it; the first connection wins.
 func (d *Dialer) Dial(ctx context.Context) (*Conn, error) {
 	order := d.order()
-	c, err := race(ctx, len(order), serverDelay, func(ctx context.Context, i int) (*Conn, error) {
-		return d.reach(ctx, order[i])
-	})
-	if errs, ok := errors.AsType[raceError](err); ok && len(errs) > 1 {
-		all := serversError{}
-		for i, err := range errs {
-			all = append(all, fmt.Errorf("%s: %w", order[i], err))
+	return race(ctx, len(order), serverDelay, func(ctx context.Context, i int) (*Conn, error) {
+		c, err := d.reach(ctx, order[i])
+		if err != nil && len(order) > 1 {
+			err = fmt.Errorf("%s: %w", order[i], err)
 		}
-		return nil, all
-	}
-	return c, err
+		return c, err
+	})
 }
-
-// serversError is why no server can be reached, one error for each.
-type serversError []error
-
-// Error returns one line.
-func (e serversError) Error() string {
-	var all []string
-	for _, err := range e {
-		all = append(all, err.Error())
-	}
-	return strings.Join(all, "; ")
-}
-
-// Unwrap returns the errors, for errors.Is and errors.As.
-func (e serversError) Unwrap() []error { return e }
 
 // order returns the servers in the order in which Dial tries them.
 func (d *Dialer) order() []Server {
