@@ -42,7 +42,7 @@ func (d *demo) checkAll(ctx context.Context) (failed int) {
 		checks = append(checks, check{"own-target", d.checkOwn})
 	}
 	for _, c := range checks {
-		cctx, cancel := context.WithTimeout(ctx, 10*time.Second)
+		cctx, cancel := context.WithTimeout(ctx, 30*time.Second)
 		err := c.run(cctx)
 		cancel()
 		if err != nil {

@@ -66,7 +66,7 @@ func (f Flags) allow(ctx context.Context) ([]string, error) {
 const (
 	nodeName       = "edge1"
 	cloudName      = "tunnel.cloud.io" // the name in the cloud's certificate
-	startupTimeout = 15 * time.Second  // until both processes are ready
+	startupTimeout = time.Minute       // until both processes are ready
 	lifetime       = 24 * time.Hour    // of the certificate authorities
 )
 

@@ -51,7 +51,7 @@ func InOwnNetwork(t *testing.T, env ...string) bool {
 	if err := again("-test.list=^$").Run(); err != nil {
 		t.Skipf("a process cannot get a network namespace of its own: %v", err)
 	}
-	out, err := again("-test.run=^"+t.Name()+"$", "-test.v", "-test.timeout=5m").CombinedOutput()
+	out, err := again("-test.run=^"+t.Name()+"$", "-test.v", "-test.timeout=15m").CombinedOutput()
 	if err != nil {
 		t.Errorf("in a network namespace of its own: %v", err)
 	}

@@ -131,7 +131,7 @@ func (r *rig) client(t *testing.T) *client {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { cc.Close() })
-	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 	t.Cleanup(cancel)
 	stream, err := cc.NewStream(ctx, &grpc.StreamDesc{ClientStreams: true, ServerStreams: true}, "/ProxyService/Proxy")
 	if err != nil {

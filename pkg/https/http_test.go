@@ -11,6 +11,7 @@ import (
 	"fmt"
 	"io"
 	"maps"
+	"math"
 	"math/rand/v2"
 	"net/http"
 	"net/http/httptrace"
@@ -372,7 +373,7 @@ func TestEarlyAnswer(t *testing.T) {
 				}
 			}()
 			io.WriteString(pw, "the first of many")
-			within(t, "the answer", 2*time.Second, answered)
+			within(t, "the answer", patience, answered)
 			pw.Close()
 		}
 		testkit.Eventually(t, "no conn is left in use", func() bool {
@@ -402,7 +403,7 @@ func TestCallerGone(t *testing.T) {
 		defer res.Body.Close()
 		within(t, "the request", patience, started)
 		cancel()
-		within(t, "the target's end", time.Second, gone)
+		within(t, "the target's end", patience, gone)
 	})
 }
 
@@ -538,12 +539,20 @@ func TestStalledUpload(t *testing.T) {
 func TestPool(t *testing.T) {
 	r := newRig(t, nil, nil).start()
 	c := r.client(r.caller("127.0.0.1"), false)
-	for range 10 {
-		get(t, c, "https://edge1/")
+	// One conn, unless a goroutine is late: net/http does not keep a conn whose request took 50 ms longer to write. On a
+	// busy machine that may happen often, but not always.
+	fewest := math.MaxInt
+	for range 5 {
+		before := len(r.tunnel.requests())
+		for range 10 {
+			get(t, c, "https://edge1/")
+		}
+		if fewest = min(fewest, len(r.tunnel.requests())-before); fewest <= 5 {
+			break
+		}
 	}
-	// One, unless a goroutine is late: net/http does not keep a conn whose request took 50 ms longer to write.
-	if n := len(r.tunnel.requests()); n > 5 {
-		t.Errorf("10 requests made %d conns", n)
+	if fewest > 5 {
+		t.Errorf("10 requests made %d conns", fewest)
 	}
 	r.tunnel.resetAll()
 	testkit.Eventually(t, "the conn is forgotten", func() bool { return r.tunnel.openConns() == 0 })

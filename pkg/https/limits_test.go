@@ -73,7 +73,8 @@ func TestHandshakeTimeout(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			r := newRig(t, nil, func(_ *rig, c *Config) { c.Limits.HandshakeTimeout = 500 * time.Millisecond }).start()
+			t.Parallel()
+			r := newRig(t, nil, func(_ *rig, c *Config) { c.Limits.HandshakeTimeout = 3 * time.Second }).start()
 			io.Copy(io.Discard, dawdle(r)) // returns when the door closes the connection
 			r.wantLimited(tunnel.LimitHandshakeTimeout, 1)
 		})

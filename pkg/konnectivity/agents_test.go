@@ -2,6 +2,7 @@ package konnectivity
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/tls"
 	"crypto/x509"
@@ -54,6 +55,8 @@ type agentsRig struct {
 	revoked chan struct{}
 	budget  budget // of the agents that join
 	stop    func()
+	// agentGrace is the grace period of agents that join from now on; 0: a second.
+	agentGrace time.Duration
 }
 
 // budget allows one dial at a time, or any number if wide.
@@ -120,7 +123,7 @@ func (r *agentsRig) agent(t *testing.T, node tunnel.NodeName, dial tunnel.DialFu
 	if err != nil {
 		t.Fatal(err)
 	}
-	a.grace, a.quiet = time.Second, 100*time.Millisecond
+	a.grace, a.quiet = cmp.Or(r.agentGrace, time.Second), 100*time.Millisecond
 	stop = testkit.Run(t, a.Run).Stop
 	testkit.Eventually(t, "the agent joins", func() bool { return a.Ready() == nil && r.dir.Holds(node) })
 	return a, stop
@@ -458,8 +461,8 @@ func TestAgentSlowReader(t *testing.T) {
 
 func TestAgentDrains(t *testing.T) {
 	r := newAgentsRig(t, nil)
-	a, stop := r.agent(t, "n1", nil)
-	a.grace = 20 * time.Second
+	r.agentGrace = 20 * time.Second
+	_, stop := r.agent(t, "n1", nil)
 	r.agent(t, "n2", nil)
 	addr := testkit.Serve(t, testkit.Echo)
 	c := r.dial(t, "n1", addr)
@@ -836,6 +839,7 @@ func TestAgentDrainAnswers(t *testing.T) {
 	for name, hold := range map[string]bool{"until it is quiet": false, "until the grace period is over": true} {
 		t.Run(name, func(t *testing.T) {
 			r := newAgentsRig(t, nil)
+			r.agentGrace = 5 * time.Second // in which a busy machine starts all dials
 			addr := testkit.Serve(t, testkit.Echo)
 			a, stop := r.agent(t, "n1", func(ctx context.Context, q tunnel.Request) (net.Conn, error) {
 				if q.Addr == "hangs:1" {

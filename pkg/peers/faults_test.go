@@ -118,7 +118,7 @@ func TestHandOverHasNoGap(t *testing.T) {
 // node until the edge has reached another one that stays, and callers notice nothing. A replica that stopped before
 // and still has a session of the edge, because of a conn, does not count.
 func TestLeaveWaitsForItsNodes(t *testing.T) {
-	all := newFleet(t, 3)
+	all := newFleet(t, 3, func(c *stream.ServerConfig) { c.Grace = tunnel.GracePeriod })
 	var leads atomic.Int32 // the replica that the balancer leads to
 	cfg := all[0].clientConfig("edge1")
 	cfg.Dial = func(ctx context.Context, network, _ string) (net.Conn, error) {

@@ -457,7 +457,7 @@ func TestLeaveLosesNothing(t *testing.T) {
 	})
 	target := testkit.Serve(t, func(c *net.TCPConn) { io.WriteString(c, "hello") })
 	asked := 0
-	for moved := false; !moved || asked < 200; asked++ {
+	for moved := false; !moved || asked < 20; asked++ {
 		moved = r.dir.Holds("edge1")
 		c, err := r.dial("edge1", target)
 		if err != nil {
@@ -552,7 +552,7 @@ func TestStartedReplicaKnowsTheNodes(t *testing.T) {
 		return first.peers.links[p.names[1]]
 	}
 	first.eventually("it has given up for a while", func() bool {
-		return len(first.text.Lines("no session; trying again", p.names[1])) >= 4 && link().Ready() != nil
+		return len(first.text.Lines("no session; trying again", p.names[1])) >= 6 && link().Ready() != nil
 	})
 
 	ln.Close()
@@ -563,7 +563,7 @@ func TestStartedReplicaKnowsTheNodes(t *testing.T) {
 	if second.peers.Ready() == nil && !second.peers.Holds("edge1") {
 		t.Error("ready before it knows anything")
 	}
-	within(t, 2*time.Second, "the second is ready", func() bool { return second.peers.Ready() == nil })
+	within(t, patience, "the second is ready", func() bool { return second.peers.Ready() == nil })
 	if !second.peers.Holds("edge1") {
 		t.Error("ready without knowing what the first one holds")
 	}

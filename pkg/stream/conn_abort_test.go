@@ -32,6 +32,7 @@ func resetStaysBehindTheBytes(t *testing.T, r *rig) {
 		wantErr(t, "the caller's read", err, syscall.ECONNRESET)
 	}
 	for range rounds {
+		began := time.Now()
 		c, far := r.pair("edge1")
 		c.Write([]byte("more than the target reads"))
 		io.ReadFull(far, make([]byte, 1))
@@ -44,7 +45,7 @@ func resetStaysBehindTheBytes(t *testing.T, r *rig) {
 		<-written
 		got, err := io.ReadAll(c)
 		wantErr(t, "the caller's read", err, syscall.ECONNRESET)
-		if !bytes.Equal(got, want) {
+		if !bytes.Equal(got, want) && time.Since(began) < resetWaits { // else the reset need not wait any more
 			lost++
 		}
 	}
@@ -60,6 +61,7 @@ func TestCallersResetStaysBehindTheBytes(t *testing.T) {
 		e := r.join("edge1", direct)
 		want := blob(conn.MaxPayload + 100)
 		for range 50 {
+			began := time.Now()
 			c, far := r.pair("edge1")
 			caller, near := socketPair(t)
 			spliced := make(chan struct{})
@@ -73,7 +75,7 @@ func TestCallersResetStaysBehindTheBytes(t *testing.T) {
 			caller.Close()
 			got, err := io.ReadAll(far)
 			wantErr(t, "the target's read", err, syscall.ECONNRESET)
-			if !bytes.Equal(got, want) {
+			if !bytes.Equal(got, want) && time.Since(began) < resetWaits {
 				t.Fatalf("the target gets %d of %d bytes before the reset", len(got), len(want))
 			}
 			<-spliced
@@ -87,18 +89,23 @@ func TestWrittenThenReset(t *testing.T) {
 	eachWay(t, func(t *testing.T, r *rig) {
 		e := r.join("edge1", direct)
 		for range 30 {
+			began := time.Now()
 			c, far := r.pair("edge1")
 			c.Write([]byte("hello"))
 			c.(interface{ ResetBehind() }).ResetBehind()
 			got, err := io.ReadAll(far)
 			wantErr(t, "the target's read", err, syscall.ECONNRESET)
-			if string(got) != "hello" {
+			if string(got) != "hello" && time.Since(began) < resetWaits {
 				t.Fatalf("the target gets %q before the reset", got)
 			}
 		}
 		r.idle(e)
 	})
 }
+
+// resetWaits is how long a reset waits behind bytes that the other side does not take (abortTime of pkg/conn). What a
+// busy machine has not read by then is rightly lost.
+const resetWaits = time.Second
 
 // socketPair is a TCP connection on loopback.
 func socketPair(t *testing.T) (a, b *net.TCPConn) {
@@ -112,7 +119,7 @@ func socketPair(t *testing.T) (a, b *net.TCPConn) {
 	return c.(*net.TCPConn), l.Next(t)
 }
 
-// A reset does not wait for longer than abortTime behind bytes that nobody takes.
+// A reset does not wait for longer than resetWaits behind bytes that nobody takes.
 func TestResetBehindBytesThatNobodyTakes(t *testing.T) {
 	eachWay(t, func(t *testing.T, r *rig) {
 		e := r.join("edge1", direct)

@@ -163,10 +163,12 @@ func (s *session) dropLocked(d *dataConn) {
 	}
 }
 
-// dropLost closes the data connections whose other end cannot be reached, and ends their conns.
-// It waits longer over a narrow link, where most packets of a connection may be lost for a while.
+// dropLost closes the data connections whose other end cannot be reached, and ends their conns. The session itself
+// lives, so dropLost is more patient than watchSilence: after a cut of 10 s the kernel resends bytes only every
+// dataBackoff, and a full queue may lose several of these packets. It waits even longer over a narrow link, where most
+// packets of a connection may be lost for a while.
 func (s *session) dropLost() {
-	limit := s.own.lost()
+	limit := s.own.lost() + heartbeatInterval
 	if s.pacer.narrow() {
 		limit = lostOverNarrow
 	}

@@ -353,9 +353,9 @@ func TestIdleDataConnectionsHaveSaidAll(t *testing.T) {
 		}
 		return false
 	}
-	c.SetReadDeadline(time.Now().Add(patience))
 	got := 0
 	for b := make([]byte, 4<<10); carries(); {
+		c.SetReadDeadline(time.Now().Add(patience))
 		n, err := c.Read(b)
 		if got += n; err != nil {
 			t.Fatalf("after %d bytes: %v", got, err)
@@ -365,6 +365,7 @@ func TestIdleDataConnectionsHaveSaidAll(t *testing.T) {
 		}
 	}
 	es.dropUnused()
+	c.SetReadDeadline(time.Now().Add(time.Minute))
 	rest, err := io.Copy(io.Discard, c)
 	if err != nil || got+int(rest) != all {
 		t.Errorf("the caller has %d of %d bytes (%v), %d of them when the edge had sent all", got+int(rest), all, err, got)
@@ -947,16 +948,17 @@ func TestDataConnectionIsLost(t *testing.T) {
 		"sent just now":                    {[]unix.TCPInfo{{}, {}, {Unacked: 1, Last_ack_recv: 60_000}}, false},
 		"sent again for the first time":    {[]unix.TCPInfo{{}, {}, again}, false},
 		"sent again for ten seconds":       {[]unix.TCPInfo{{}, again, again}, false},
-		"sent again for twenty":            {[]unix.TCPInfo{again, again, again}, true},
+		"sent again for twenty":            {[]unix.TCPInfo{again, again, again}, false},
+		"sent again for thirty":            {[]unix.TCPInfo{again, again, again, again}, true},
 		"acknowledged in between":          {[]unix.TCPInfo{again, {}, again}, false},
 		"acknowledged, and lost once more": {[]unix.TCPInfo{again, again, answered}, false},
 		"probed just now":                  {[]unix.TCPInfo{{}, {}, {Probes: 1, Last_ack_recv: 60_000}}, false},
-		"probed for twenty seconds":        {[]unix.TCPInfo{probed, probed, probed}, true},
+		"probed for thirty seconds":        {[]unix.TCPInfo{probed, probed, probed, probed}, true},
 		"ended by the kernel":              {[]unix.TCPInfo{{State: unix.BPF_TCP_CLOSE}}, true},
 	} {
 		d, now, is := &dataConn{}, time.Now(), false
 		for _, info := range c.looks {
-			is = d.isLost(acksIn([]*unix.TCPInfo{&info}), now, lostAfter)
+			is = d.isLost(acksIn([]*unix.TCPInfo{&info}), now, lostAfter+heartbeatInterval)
 			now = now.Add(heartbeatInterval)
 		}
 		if is != c.is {

@@ -10,4 +10,4 @@ import (
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 // testTimeout is how long a test waits for an event that must happen.
-const testTimeout = 10 * time.Second
+const testTimeout = time.Minute

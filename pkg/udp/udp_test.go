@@ -254,7 +254,7 @@ func TestIdleFlowsEnd(t *testing.T) {
 // The edge ends a flow that the cloud still knows. The next datagram tells the cloud, the one after
 // that has a new flow.
 func TestFlowEndsAtTheEdge(t *testing.T) {
-	r := run(t, Listener{Target: target(t, echo)}, func(_ *FrontDoor, e *Edge) { e.idle = 100 * time.Millisecond })
+	r := run(t, Listener{Target: target(t, echo)}, func(_ *FrontDoor, e *Edge) { e.idle = time.Second })
 	c := r.caller()
 	for range 3 {
 		ask(t, c, "x")
@@ -482,7 +482,7 @@ func TestDrainEndsAfterTheGracePeriod(t *testing.T) {
 // When the edge stops, its conns end by themselves, and the cloud opens flows by another conn.
 func TestEdgeDrains(t *testing.T) {
 	addr := target(t, echo)
-	r := run(t, Listener{Target: addr}, func(_ *FrontDoor, e *Edge) { e.idle = time.Second })
+	r := run(t, Listener{Target: addr})
 	c := r.caller()
 	ask(t, c, "before")
 	next := NewEdge(policy(t), EdgeConfig{Log: slog.New(slog.DiscardHandler)})

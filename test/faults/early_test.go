@@ -39,7 +39,10 @@ func TestEarlyAnswer(t *testing.T) {
 					for from, address := range map[string]string{"the target": target, "the tunnel": p.Door("early")} {
 						cut := 0
 						for range callers {
-							if got := askEarly(t, address, upload); !bytes.Equal(got, rig.Noise[:answer]) {
+							began := time.Now()
+							// A reset waits a second at most behind bytes that a busy machine has not taken.
+							if got := askEarly(t, address, upload); !bytes.Equal(got, rig.Noise[:answer]) &&
+								time.Since(began) < time.Second {
 								cut++
 							}
 						}

@@ -151,7 +151,7 @@ func (c *callers) more(n int64) {
 }
 
 func (c *callers) fail(err error) {
-	if errors.Is(err, errLate) {
+	if errors.Is(err, rig.ErrLate) {
 		c.t.Log(err)
 		return
 	}

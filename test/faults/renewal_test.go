@@ -169,7 +169,7 @@ func TestRenewedCertificates(t *testing.T) {
 	}
 	for _, k := range traffic.kinds {
 		for _, a := range k.since(began) {
-			if a.err != nil && !errors.Is(a.err, errLate) {
+			if a.err != nil && !errors.Is(a.err, rig.ErrLate) {
 				t.Errorf("%s: %v", k.name, a.err)
 			}
 		}

@@ -95,10 +95,10 @@ func TestTerminateDrains(t *testing.T) {
 			return nil
 		})
 
-		p.terminate(side, process())
 		if n := arrived.Load(); n == x.Down {
 			t.Error("the transfer was over before the process was asked to stop")
 		}
+		p.terminate(side, process())
 		if err := <-ended; err != nil {
 			t.Errorf("the transfer that was running: %v", err)
 		}
@@ -163,6 +163,7 @@ func TestSilentEdge(t *testing.T) {
 	if err := p.edge.Signal(syscall.SIGSTOP); err != nil {
 		t.Fatal(err)
 	}
+	dead := time.Now()
 	noticed := testkit.Within(t, noticeWithin, "the cloud gives the session up", func() error { return p.sessions(0) })
 	time.Sleep(time.Until(fault.Add(20 * time.Second)))
 	mended := time.Now()
@@ -170,7 +171,7 @@ func TestSilentEdge(t *testing.T) {
 		t.Fatal(err)
 	}
 	took := traffic.wait(mended, backWithin)
-	slowest := traffic.judge(fault, fault, mended, noticeWithin)
+	slowest := traffic.judge(fault, dead, mended, noticeWithin)
 	traffic.stop()
 	quiet := p.back(base)
 	t.Logf("noticed after %s, last error after %s, all back after %s, quiet after %s",

@@ -170,7 +170,7 @@ func orReset(err error, sent <-chan error) error {
 		if errors.Is(werr, syscall.ECONNRESET) {
 			return werr
 		}
-	case <-time.After(time.Second): // many times the pause between two writes
+	case <-time.After(5 * time.Second): // many times the pause between two writes
 	}
 	return err
 }

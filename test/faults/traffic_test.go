@@ -316,24 +316,7 @@ func tryHold(ctx context.Context, door string, halfClosed bool, up func()) error
 	return err
 }
 
-// errLate says that this process was late to speak: it had no processor time. The https front door hangs up on a caller
-// that is silent for four seconds, or for less while the process stops.
-var errLate = errors.New("this process has been silent for more than a second after it connected")
-
-// lateConn notes in late when its first Write comes more than a second after begun.
-type lateConn struct {
-	net.Conn
-	begun time.Time
-	spoke sync.Once
-	late  *atomic.Bool
-}
-
-func (c *lateConn) Write(b []byte) (int, error) {
-	c.spoke.Do(func() { c.late.Store(time.Since(c.begun) > time.Second) })
-	return c.Conn.Write(b)
-}
-
-// tryHTTPS gets a page, on a connection of its own. The error is errLate if the front door may have hung up on a caller
+// tryHTTPS gets a page, on a connection of its own. The error is rig.ErrLate if the front door may have hung up on a caller
 // that was silent.
 func (p *pair) tryHTTPS(terminated bool) func(ctx context.Context, _ func()) error {
 	pool := x509.NewCertPool()
@@ -351,14 +334,14 @@ func (p *pair) tryHTTPS(terminated bool) func(ctx context.Context, _ func()) err
 		var late atomic.Bool
 		defer func() {
 			if err != nil && late.Load() {
-				err = fmt.Errorf("%w: %w", errLate, err)
+				err = fmt.Errorf("%w: %w", rig.ErrLate, err)
 			}
 		}()
 		client := &http.Client{Timeout: hangs, Transport: &http.Transport{
 			TLSClientConfig: cfg,
 			DialContext: func(ctx context.Context, network, _ string) (net.Conn, error) {
 				c, err := new(net.Dialer).DialContext(ctx, network, p.HTTPSDoor())
-				return &lateConn{Conn: c, begun: time.Now(), late: &late}, err
+				return &rig.LateConn{Conn: c, Begun: time.Now(), Late: &late}, err
 			},
 			DisableKeepAlives: true,
 		}}

@@ -101,7 +101,7 @@ func newFleet(t *testing.T, s size) *fleet {
 	for _, r := range f.Replicas {
 		f.start(&r.Member)
 	}
-	f.joined(len(f.Replicas) - 1)
+	f.joinedWithin(time.Minute, len(f.Replicas)-1)
 	testkit.Within(t, time.Minute, "the balancer knows all replicas", func() error {
 		if n := len(f.balancer.order()); n < len(f.Replicas) {
 			return fmt.Errorf("it knows %d", n)
@@ -184,7 +184,12 @@ func (f *fleet) forget(m *rig.Member) {
 // joined waits until each replica that runs is ready and so many others have joined it.
 func (f *fleet) joined(others int) time.Duration {
 	f.t.Helper()
-	return testkit.Within(f.t, healWithin, "the replicas have joined each other", func() error {
+	return f.joinedWithin(healWithin, others)
+}
+
+func (f *fleet) joinedWithin(limit time.Duration, others int) time.Duration {
+	f.t.Helper()
+	return testkit.Within(f.t, limit, "the replicas have joined each other", func() error {
 		for _, r := range f.Replicas {
 			if f.process(&r.Member) == nil {
 				continue

@@ -264,15 +264,16 @@ func TestNearTime(t *testing.T) {
 	near := func() (net.Conn, error) { return s.callers(web4), nil }
 
 	took, by := time4MB(direct), time4MB(near)
-	for range 4 { // the best of five: the machine has other work
+	rounds := 1
+	for ; rounds < 5 || rounds < 30 && 2*by > 3*took; rounds++ { // the best of them: the machine has other work
 		took, by = min(took, time4MB(direct)), min(by, time4MB(near))
 	}
 	t.Logf("4 MiB: %s directly, %s by the shortcut: %.2f", took, by, by.Seconds()/took.Seconds())
 	if took < 250*time.Millisecond {
 		t.Fatalf("the LAN is not shaped: %s", took)
 	}
-	if 2*by > 3*took && took < 500*time.Millisecond { // else this machine has no time for either
-		t.Errorf("the shortcut is too slow")
+	if 2*by > 3*took {
+		t.Errorf("the shortcut is too slow in %d rounds", rounds)
 	}
-	s.want("five conns", 5, 0)
+	s.want("a conn in each round", uint64(rounds), 0)
 }
