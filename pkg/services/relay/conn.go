@@ -227,6 +227,10 @@ func (d *door) accept(ln net.Listener) error {
 	return nil
 }
 
+// lastCallers is how long the relay still accepts connections after the kernel redirects no more to it. The kernel would
+// reset those that wait in the listener's queue, or whose handshake is not complete.
+const lastCallers = 500 * time.Millisecond
+
 // close stops the redirects in the kernel, and closes the listeners. The table stays while conns live: the kernel
 // translates the packets of a conn only as long as its rule is there.
 func (d *door) close() {
@@ -235,9 +239,14 @@ func (d *door) close() {
 	}
 	d.stop()
 	for _, ln := range d.listeners {
-		ln.Close()
+		if err := ln.(*net.TCPListener).SetDeadline(time.Now().Add(lastCallers)); err != nil { // so accept ends
+			ln.Close()
+		}
 	}
 	d.accepting.Wait()
+	for _, ln := range d.listeners {
+		ln.Close()
+	}
 }
 
 // drain waits until the conns and the flows have ended. Then it removes the kernel's entries for redirected flows. So
