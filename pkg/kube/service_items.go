@@ -2,6 +2,7 @@ package kube
 
 import (
 	"cmp"
+	"fmt"
 	"net/netip"
 	"slices"
 	"strings"
@@ -317,9 +318,17 @@ func (s *Services) item(key string, item proto.Message) []byte {
 	if err == nil && len(value) <= services.MaxValue {
 		return value
 	}
-	if skipped, ok := s.tooLarge.Allow(); ok {
-		s.log.Warn("edges are not told of an object of the cluster, because it is too large or is not text",
-			"target", key, "bytes", len(value), "err", err, "skipped", skipped)
+	if err == nil {
+		err = fmt.Errorf("it has %d bytes, and may have %d", len(value), services.MaxValue)
 	}
+	s.leaveOut(key, err)
 	return nil
+}
+
+// leaveOut says in the log that edges do not get an object.
+func (s *Services) leaveOut(key string, why error) {
+	if skipped, ok := s.tooLarge.Allow(); ok {
+		s.log.Warn("edges do not get an object of the cluster: it is too large, or is not text",
+			"object", key, "err", why, "skipped", skipped)
+	}
 }

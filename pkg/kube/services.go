@@ -43,6 +43,7 @@ type Services struct {
 	// of maps a Service to its EndpointSlices, both as NAMESPACE/NAME.
 	of       map[string]map[string]struct{}
 	nodeless map[string]struct{} // the EndpointSlices with endpoints in slice.nodeless
+	sizes    map[string]int      // bytes of the items of endpoints, by NAMESPACE/NAME of their Service and by NAMESPACE/
 	nodes    map[string]struct{}
 	owners   *podOwners
 	read     map[string]bool  // the kinds that have been read once
@@ -59,6 +60,7 @@ type slice struct {
 	service   string // NAMESPACE/NAME
 	headless  bool   // it has the label service.kubernetes.io/headless
 	endpoints map[services.Path][]byte
+	size      int // bytes of endpoints, with their paths
 	nodeless  map[services.Path]*services.Endpoint // the endpoints whose node the slice does not say
 }
 
@@ -77,7 +79,8 @@ func (c *Client) Services(
 	return &Services{
 		client: c, namespaces: namespaces, sink: sink, counters: counters, log: log,
 		services: make(map[string]told), slices: make(map[string]slice), of: make(map[string]map[string]struct{}),
-		nodeless: make(map[string]struct{}), nodes: make(map[string]struct{}), owners: newPodOwners(),
+		nodeless: make(map[string]struct{}), sizes: make(map[string]int), nodes: make(map[string]struct{}),
+		owners: newPodOwners(),
 		read: make(map[string]bool), errs: make(map[string]error),
 	}
 }
@@ -253,6 +256,10 @@ func (s *Services) serviceStore() *serviceStore {
 				return errors.New("not a Service")
 			}
 			value := s.item(key, object.item())
+			if len(object.Spec.Ports) > maxPorts {
+				s.leaveOut(key, fmt.Errorf("it has %d ports, and may have %d", len(object.Spec.Ports), maxPorts))
+				value = nil
+			}
 			if value == nil || !s.tells(object.Namespace) {
 				remove(key)
 				return nil
@@ -285,6 +292,12 @@ func (s *Services) sliceStore() *serviceStore {
 	// put stores a slice; nil endpoints remove it.
 	put := func(key string, now slice) {
 		before := s.slices[key]
+		if !s.resize(before, now) {
+			s.leaveOut(key, fmt.Errorf("its Service may have %d bytes of endpoints, and its namespace %d",
+				maxServiceSize, maxNamespaceSize))
+			now.endpoints, now.nodeless, now.size = nil, nil, 0
+			s.resize(before, now)
+		}
 		had, has := s.has(before), s.has(now)
 		// The sink passes each call on to edges at once, so new endpoints come before old ones go.
 		for p, value := range now.endpoints {
@@ -326,13 +339,19 @@ func (s *Services) sliceStore() *serviceStore {
 			if service := object.Labels[serviceName]; service != "" && s.tells(object.Namespace) {
 				now.service = object.Namespace + "/" + service
 				_, now.headless = object.Labels[headlessLabel]
-				for _, e := range object.items() {
+				items := object.items()
+				if len(object.Ports) > maxPorts {
+					s.leaveOut(key, fmt.Errorf("it has %d ports, and may have %d", len(object.Ports), maxPorts))
+					items = nil
+				}
+				for _, e := range items {
 					p := services.EndpointPath(object.Namespace, service, object.Name, e.GetAddress())
 					if e.GetNode() == "" && now.service != apiService {
 						e.Home, now.nodeless[p] = s.owners.owner(e.GetAddress()), e
 					}
 					if value := s.item(key, e); value != nil {
 						now.endpoints[p] = value
+						now.size += len(p) + len(value)
 					}
 				}
 			}
@@ -342,6 +361,46 @@ func (s *Services) sliceStore() *serviceStore {
 		remove: func(key string) { put(key, slice{}) },
 		keys:   func() []string { return keysOf(s.slices) },
 	}
+}
+
+// What people with rights in one namespace can write is bounded, since the cloud and every edge keep it, and compare
+// the ports of a Service with those of all its endpoints at each change.
+const (
+	// maxPorts is the most ports of a Service or an EndpointSlice (discovery.k8s.io/v1, EndpointSlice.ports).
+	maxPorts = 100
+	// maxServiceSize is the most bytes of the endpoints of a Service: some 6,000 endpoints with one port.
+	maxServiceSize = 1 << 20
+	// maxNamespaceSize is the most bytes of the endpoints of a namespace: some 100,000 endpoints with one port.
+	maxNamespaceSize = 16 << 20
+)
+
+// resize counts a slice that replaces another. It returns false and counts nothing if the slice is too large beside
+// the others of its Service or namespace. The caller holds mu.
+func (s *Services) resize(before, now slice) bool {
+	grown := map[string]int{}
+	for _, change := range []struct {
+		of slice
+		n  int
+	}{{before, -before.size}, {now, now.size}} {
+		namespace, _ := cut(change.of.service)
+		grown[change.of.service] += change.n
+		grown[namespace+"/"] += change.n
+	}
+	for of, n := range grown {
+		limit := maxServiceSize
+		if strings.HasSuffix(of, "/") {
+			limit = maxNamespaceSize
+		}
+		if n > 0 && s.sizes[of]+n > limit {
+			return false
+		}
+	}
+	for of, n := range grown {
+		if s.sizes[of] += n; s.sizes[of] == 0 {
+			delete(s.sizes, of)
+		}
+	}
+	return true
 }
 
 // apiService is the Service of the API servers. Its endpoints are on no edge node, whatever a Node claims.

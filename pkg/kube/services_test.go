@@ -490,6 +490,57 @@ func TestServicesTooLarge(t *testing.T) {
 	}
 }
 
+// A Service and a namespace have bounds: what exceeds them is left out, and takes its room again when there is some.
+func TestServicesBounds(t *testing.T) {
+	var log testkit.Log
+	got := newSink(t)
+	s := new(Client).Services(nil, got, new(tunnel.Counters), slog.New(slog.NewTextHandler(&log, nil)))
+	services, slcs := s.serviceStore(), s.sliceStore()
+	do := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	wide := func(service, name string, from byte) *sliceObject { // 1,000 endpoints of some 3 KiB
+		one := aSlice("shop", service, name)
+		for i := range maxPorts {
+			port := fmt.Sprintf("a-port-with-a-long-name-%d", i)
+			one.Ports = append(one.Ports, slicePort{Name: &port, Port: uint16(i + 1)})
+		}
+		for i := range 250 {
+			one.Endpoints = append(one.Endpoints, sliceEndpoint{Addresses: []string{fmt.Sprintf("10.0.%d.%d", from, i)}})
+		}
+		return one
+	}
+	do(services.Add(aService("shop", "web")))
+	do(slcs.Add(wide("web", "web-a", 1)))
+	do(slcs.Add(wide("web", "web-b", 2)))
+	if n := len(got.paths()); n != 251 || !strings.Contains(log.String(), "shop/web-b") {
+		t.Errorf("%d items, want one Service with the endpoints of one slice; the log is %q", n, log.String())
+	}
+	do(slcs.Delete(wide("web", "web-a", 1)))
+	do(slcs.Update(wide("web", "web-b", 2)))
+	if n := len(got.paths()); n != 251 {
+		t.Errorf("%d items when there is room again", n)
+	}
+	for i := range 30 {
+		name := fmt.Sprint("other-", i)
+		do(services.Add(aService("shop", name)))
+		do(slcs.Add(wide(name, name, byte(i))))
+	}
+	if most := maxNamespaceSize / (250 * 3 << 10); len(got.paths()) > 31+250*(most+1) {
+		t.Errorf("%d items of one namespace", len(got.paths()))
+	}
+	for i := range 30 {
+		do(slcs.Delete(wide(fmt.Sprint("other-", i), fmt.Sprint("other-", i), byte(i))))
+	}
+	do(slcs.Delete(wide("web", "web-b", 2)))
+	if len(s.sizes) != 0 {
+		t.Errorf("sizes that are left: %v", s.sizes)
+	}
+}
+
 // brittleSink panics for one item.
 type brittleSink struct {
 	*sink

@@ -159,9 +159,14 @@ func unique(list []Named, port *Port) []Named {
 
 // union returns the endpoints of a, and then those of b that are not in a.
 func union(a, b []Named) []Named {
-	more := keep(b, func(e *Endpoint) bool {
-		return !slices.ContainsFunc(a, func(o Named) bool { return o.Endpoint == e })
-	})
+	if len(b) == 0 {
+		return a
+	}
+	has := make(map[*Endpoint]bool, len(a))
+	for _, e := range a {
+		has[e.Endpoint] = true
+	}
+	more := keep(b, func(e *Endpoint) bool { return !has[e] })
 	if len(more) == 0 {
 		return a
 	}
