@@ -185,7 +185,8 @@ func (p *Peers) Run(ctx context.Context) error {
 			}
 		}
 		for a, cancel := range joining {
-			if !addresses[a] && err == nil {
+			// DNS may leave out an address for a moment. A lost replica has no session.
+			if !addresses[a] && err == nil && !p.lives(a) {
 				cancel()
 				delete(joining, a)
 			}
@@ -197,6 +198,14 @@ func (p *Peers) Run(ctx context.Context) error {
 			return nil
 		}
 	}
+}
+
+// lives reports whether this replica has a session with the replica at an address.
+func (p *Peers) lives(address string) bool {
+	p.mu.Lock()
+	c := p.links[address]
+	p.mu.Unlock()
+	return c != nil && c.Ready() == nil
 }
 
 // handOver returns when each node of this replica is also held by another replica, or has gone.
