@@ -115,9 +115,11 @@ func (p *port) receiveAll() error {
 		switch {
 		case errors.Is(err, net.ErrClosed), errors.Is(err, os.ErrDeadlineExceeded):
 			return nil
-		case err != nil && listen.Transient(err) && failures < maxFailures:
-			failures++
-			time.Sleep(time.Duration(failures) * time.Millisecond) // such as a lack of memory, which may pass
+		case err != nil && listen.Transient(err): // such as a lack of memory, which may pass
+			if failures++; failures == maxFailures {
+				p.log.Warn("a UDP port receives nothing for now", "frontend", p.frontend(), "err", err)
+			}
+			time.Sleep(min(time.Duration(failures)*time.Millisecond, time.Second))
 			continue
 		case err != nil:
 			return fmt.Errorf("receiving datagrams at %q: %w", p.frontend(), err)
@@ -138,7 +140,7 @@ func (p *port) receiveAll() error {
 	}
 }
 
-// maxFailures is how many errors in a row, with no datagram between, end a port or a flow of an edge.
+// maxFailures is how many errors in a row, with no datagram between, end a flow of an edge; a port logs them.
 const maxFailures = 100
 
 // forward queues a datagram of a caller, or returns why it is dropped.
