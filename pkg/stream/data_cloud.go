@@ -422,10 +422,10 @@ func (s *cloudSession) carry(name, category string, d *dataConn) *conn.Conn {
 // release waits until the edge's target has read everything, and the conn counts until then.
 // After an error the data connection cannot be used again.
 func (s *cloudSession) release(d *dataConn, lease *conn.Lease) error {
-	d.carries.Store(nil)
-	if err := lease.ReturnAtCloud(); err != nil {
+	if err := lease.ReturnAtCloud(); err != nil { // d still carries the conn: the target may stall
 		return err
 	}
+	d.carries.Store(nil)
 	s.mu.Lock() // a call of lost has set its timeout before, or sees that d carries nothing
 	d.waitShort()
 	s.mu.Unlock()

@@ -182,6 +182,7 @@ func (s *edgeSession) serveConns(d *dataConn) error {
 	confirmed := func() {
 		if ended != nil {
 			s.remove(ended.topic)
+			d.carries.Store(nil)
 			ended = nil
 		}
 	}
@@ -217,10 +218,10 @@ func (s *edgeSession) serveConns(d *dataConn) error {
 			s.refuseUnknown(m, o)
 		}
 		confirmed()
-		d.carries.Store(nil)
 		if o.endAwaited {
-			ended = o
+			ended = o // d carries the conn until then: the kernel may hold its last bytes for a reader that stalls
 		} else {
+			d.carries.Store(nil)
 			s.setInUse(d, false)
 		}
 		if err != nil {

@@ -298,7 +298,7 @@ func (s *Server) serve(
 	fromFar := listen.NewHandover(listeners[0].Addr, nil)
 	fromMultipath := listen.NewHandover(listeners[0].Addr, nil)
 	served := make(chan struct{})
-	failed := make(chan error, len(listeners)) // each Serve sends once
+	failed := make(chan error, len(listeners)+1) // each Serve sends once, and so may the port for WebSockets
 	var listening sync.WaitGroup
 	closeLater := func(closeAll func()) {
 		listening.Go(func() {
@@ -319,7 +319,11 @@ func (s *Server) serve(
 	listening.Go(func() { servers.multipath.Serve(fromMultipath) }) //nolint:errcheck // see above
 	if web != nil {
 		listening.Go(func() { servers.near.Serve(web.passed) }) //nolint:errcheck // see above
-		listening.Go(web.serve)
+		listening.Go(func() {
+			if err := web.serve(); err != nil {
+				failed <- err
+			}
+		})
 		closeLater(web.close)
 	}
 	err = <-failed

@@ -59,11 +59,12 @@ func (s *Server) listenWeb() (*webListener, error) {
 	return w, nil
 }
 
-// serve serves the port until close.
-func (w *webListener) serve() {
+// serve serves the port until close. It returns an error if the port accepts no more connections before.
+func (w *webListener) serve() error {
 	if err := w.http.Serve(w); !errors.Is(err, http.ErrServerClosed) {
-		w.log.Error("no WebSocket is accepted any more", "frontend", w.joining.Addr().String(), "err", err)
+		return fmt.Errorf("accepting WebSockets at %s: %w", w.joining.Addr(), err)
 	}
+	return nil
 }
 
 // close closes the port. WebSockets that were accepted continue.

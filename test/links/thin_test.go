@@ -96,11 +96,15 @@ func (f *far) bear(l load, d time.Duration) {
 	b := f.bulk(l.conns, l.up)
 	var opened []time.Duration
 	var failed []error
+	limit := openTime
+	if !atLength() {
+		limit *= 3 // other tests may take processor time from both ends and from the link
+	}
 	for time.Now().Before(end) {
 		tried := time.Now()
 		c, err := f.open(door)
 		if err == nil {
-			err = answers(c, openTime-time.Since(tried))
+			err = answers(c, limit-time.Since(tried))
 			c.Close()
 		}
 		took := time.Since(tried)
@@ -112,6 +116,10 @@ func (f *far) bear(l load, d time.Duration) {
 		time.Sleep(openInterval - min(took, openInterval))
 	}
 	share, took := b.stop()
+	nothing := 0 // transfers that have had nothing
+	for nothing < len(share) && share[nothing] == 0 {
+		nothing++
+	}
 	slices.Sort(opened)
 	f.t.Logf("%v for %v: %d new conns, median %v, longest %v; a transfer had from %d to %d bytes; all together %.0f%% "+
 		"of the link",
@@ -124,8 +132,12 @@ func (f *far) bear(l load, d time.Duration) {
 	if n := strings.Count(f.member.Log.String(), "session ended"); n > 0 {
 		f.t.Errorf("the session has ended %d times", n)
 	}
-	if l.conns*4 < int(took.Seconds())*l.rate>>10 && share[0] == 0 { // 4 KiB for each fit
-		f.t.Error("a transfer has had nothing")
+	permitted := 0
+	if !atLength() {
+		permitted = len(share) / 10 // on a busy machine, some began too late
+	}
+	if l.conns*4 < int(took.Seconds())*l.rate>>10 && nothing > permitted { // 4 KiB for each fit
+		f.t.Errorf("%d transfers have had nothing", nothing)
 	}
 }
 
