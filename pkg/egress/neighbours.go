@@ -240,6 +240,8 @@ func (f *FrontDoor) announceNeighboursOnce(announced map[*tunnel.Session][]Neigh
 type lans struct {
 	nodes  map[tunnel.NodeName]konnectivity.Identifiers
 	owners []owner // sorted by address
+	// shared are the networks of pods that overlap those of another node: a kubelet may claim such a network.
+	shared map[netip.Prefix]bool
 }
 
 type owner struct {
@@ -256,6 +258,7 @@ func newLANs(nodes map[tunnel.NodeName]konnectivity.Identifiers) *lans {
 			}
 		}
 	}
+	l.shared = sharedNetworks(nodes)
 	slices.SortFunc(l.owners, func(a, b owner) int {
 		if c := a.addr.Compare(b.addr); c != 0 {
 			return c
@@ -263,6 +266,38 @@ func newLANs(nodes map[tunnel.NodeName]konnectivity.Identifiers) *lans {
 		return cmp.Compare(a.node, b.node)
 	})
 	return l
+}
+
+// sharedNetworks returns the networks of pods that overlap the network of another node.
+func sharedNetworks(nodes map[tunnel.NodeName]konnectivity.Identifiers) map[netip.Prefix]bool {
+	type claim struct {
+		network netip.Prefix
+		node    tunnel.NodeName
+	}
+	var all []claim
+	for node, id := range nodes {
+		for _, p := range id.Networks {
+			all = append(all, claim{p, node})
+		}
+	}
+	slices.SortFunc(all, func(a, b claim) int { // wide networks come before those inside them
+		return cmp.Or(a.network.Addr().Compare(b.network.Addr()), cmp.Compare(a.network.Bits(), b.network.Bits()),
+			cmp.Compare(a.node, b.node))
+	})
+	shared := make(map[netip.Prefix]bool)
+	var around []claim // networks that hold the current address, the widest first
+	for _, c := range all {
+		for len(around) > 0 && !around[len(around)-1].network.Overlaps(c.network) {
+			around = around[:len(around)-1]
+		}
+		for _, a := range around {
+			if a.node != c.node {
+				shared[a.network], shared[c.network] = true, true
+			}
+		}
+		around = append(around, c)
+	}
+	return shared
 }
 
 // neighbours returns the other nodes that have networks of pods, and an address in one of the networks in links. It
@@ -279,7 +314,7 @@ func (l *lans) neighbours(node tunnel.NodeName, links []netip.Prefix) []Neighbou
 			continue
 		}
 		for i, o := range in {
-			networks := l.nodes[o.node].Networks
+			networks := slices.DeleteFunc(slices.Clone(l.nodes[o.node].Networks), func(p netip.Prefix) bool { return l.shared[p] })
 			twice := i > 0 && in[i-1].addr == o.addr || i+1 < len(in) && in[i+1].addr == o.addr
 			if o.node == node || twice || len(networks) == 0 {
 				continue

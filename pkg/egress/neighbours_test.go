@@ -51,6 +51,9 @@ func TestNeighbours(t *testing.T) {
 		"nopods": {Hosts: []string{"192.168.7.4"}},
 		"twin1":  {Hosts: []string{"192.168.7.5"}, Networks: prefixes("10.88.5.0/24")},
 		"twin2":  {Hosts: []string{"192.168.7.5"}, Networks: prefixes("10.88.6.0/24")},
+		"asks":   {Hosts: []string{"172.20.9.2"}},
+		"victim": {Hosts: []string{"172.20.9.3"}, Networks: prefixes("10.99.2.0/24", "10.98.2.0/24")},
+		"thief":  {Hosts: []string{"172.20.9.9"}, Networks: prefixes("10.99.0.0/16")},
 	}
 	b4 := neighbour("192.168.7.3", "10.88.2.0/24", "fd00:88:2::/64")
 	for _, c := range []struct {
@@ -66,6 +69,7 @@ func TestNeighbours(t *testing.T) {
 		{"a network of others", "a", "203.0.113.0/24", nil},
 		{"an address alone", "a", "192.168.7.2/32", nil},
 		{"no links", "a", "", nil},
+		{"a network that another node claims", "asks", "172.20.9.0/24", []Neighbour{neighbour("172.20.9.3", "10.98.2.0/24")}},
 		{"an unknown node", "x", "192.168.7.0/24", nil},
 	} {
 		got := newLANs(nodes).neighbours(tunnel.NodeName(c.node), prefixes(strings.Fields(c.links)...))

@@ -66,30 +66,49 @@ type passthroughCounter struct {
 	counts map[passthroughKey]int // never 0
 }
 
-// passthroughKey is a source and a node.
+// passthroughKey is a range of sources and a node.
 type passthroughKey struct {
-	source netip.Prefix // see auth.Group
-	node   tunnel.NodeName
+	sources netip.Prefix // the zero prefix: all strangers together
+	node    tunnel.NodeName
 }
 
-// admit counts one more connection from a to node, unless there are limit of them. The caller calls
-// release once, when the connection has ended.
+// strangersTogether is how many times as many connections to one node all strangers may have as one source: half of the
+// node's conns, with the defaults. So callers in allowfrom always get some.
+const strangersTogether = 8
+
+// admit counts one more connection from a to node, unless there are limit of them from the source of a. A source is an
+// IPv4 address or an IPv6 /64. A /56 may have twice as many, a /48 four times as many, and all strangers together
+// strangersTogether times as many. The caller calls release once, when the connection has ended.
 func (p *passthroughCounter) admit(a netip.Addr, node tunnel.NodeName, limit int) (release func(), ok bool) {
-	key := passthroughKey{auth.Group(a), node}
+	keys := map[passthroughKey]int{{netip.Prefix{}, node}: strangersTogether * limit}
+	if source := auth.Group(a); source.Addr().Is6() {
+		for i, bits := range []int{64, 56, 48} {
+			wide, _ := source.Addr().Prefix(bits) //nolint:errcheck // a valid length of IPv6
+			keys[passthroughKey{wide, node}] = limit << i
+		}
+	} else {
+		keys[passthroughKey{source, node}] = limit
+	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.counts[key] >= limit {
-		return nil, false
+	for key, most := range keys {
+		if p.counts[key] >= most {
+			return nil, false
+		}
 	}
 	if p.counts == nil {
 		p.counts = make(map[passthroughKey]int)
 	}
-	p.counts[key]++
+	for key := range keys {
+		p.counts[key]++
+	}
 	return func() {
 		p.mu.Lock()
 		defer p.mu.Unlock()
-		if p.counts[key]--; p.counts[key] == 0 {
-			delete(p.counts, key)
+		for key := range keys {
+			if p.counts[key]--; p.counts[key] == 0 {
+				delete(p.counts, key)
+			}
 		}
 	}, true
 }
@@ -118,11 +137,12 @@ func (f *FrontDoor) pass(live context.Context, c *clientConn, source netip.Addr,
 			f.cfg.Counters.Limited(tunnel.LimitConnsPerAddress)
 			f.warn(denyConnsPerAddress, "https connection denied",
 				"frontend", c.LocalAddr().String(), "node", string(node),
-				"err", fmt.Sprintf("%s: its address has %d connections to the node: "+
-					"put the address into allowfrom of [mode.cloud.https] if it may have more",
-					c.RemoteAddr(), limit))
+				"err", fmt.Sprintf("%s: its address has %d connections to the node, or all addresses that are not in allowfrom "+
+					"have %d: put the address into allowfrom of [mode.cloud.https] if it may have more",
+					c.RemoteAddr(), limit, strangersTogether*limit))
 			return tunnel.Refusef(tunnel.Overloaded,
-				"limit connsperaddress: %d connections from one address to node %s are open", limit, node)
+				"limit connsperaddress: %d connections from one address to node %s are open, or %d from all strangers",
+				limit, node, strangersTogether*limit)
 		}
 		defer release()
 	}

@@ -8,13 +8,14 @@ import (
 // podOwners finds the Node in whose networks of pods an address is. An EndpointSlice that a user has written need not
 // say on which node its endpoints are.
 //
-// A kubelet may set spec.podCIDRs of its own Node once, so a network must not be wider than one Node can need, and an
-// address that several Nodes claim belongs to none. InternalIPs do not count: a kubelet writes them at any time, and
+// A kubelet may set spec.podCIDRs of its own Node once, so a network must not be wider than one Node can need, must hold
+// no address of the control plane, and an address that several Nodes claim belongs to none. InternalIPs do not count: a kubelet writes them at any time, and
 // machines of different sites have the same ones. See also claims.go.
 type podOwners struct {
 	of      map[string][]netip.Prefix // the networks of each Node
 	at      map[netip.Prefix][]string // the Nodes that have a network; mostly one
 	lengths map[podLength]int         // how many networks of each length there are
+	control map[string][]netip.Addr   // the addresses of each Node of the control plane
 }
 
 // podLength is the length of a network's prefix.
@@ -26,7 +27,29 @@ type podLength struct {
 func newPodOwners() *podOwners {
 	return &podOwners{
 		of: make(map[string][]netip.Prefix), at: make(map[netip.Prefix][]string), lengths: make(map[podLength]int),
+		control: make(map[string][]netip.Addr),
 	}
+}
+
+// setControl replaces the addresses of a Node of the control plane; nil: it is none. It reports whether they have changed.
+func (o *podOwners) setControl(node string, addrs []netip.Addr) bool {
+	if slices.Equal(o.control[node], addrs) {
+		return false
+	}
+	if o.control[node] = addrs; len(addrs) == 0 {
+		delete(o.control, node)
+	}
+	return true
+}
+
+// holdsControl reports whether a network holds an address of the control plane.
+func (o *podOwners) holdsControl(p netip.Prefix) bool {
+	for _, addrs := range o.control {
+		if slices.ContainsFunc(addrs, p.Contains) {
+			return true
+		}
+	}
+	return false
 }
 
 // set replaces the networks of a Node. It reports whether they have changed.
@@ -69,7 +92,11 @@ func (o *podOwners) owner(address string) (only string) {
 		if length.v6 != addr.Is6() || err != nil {
 			continue
 		}
-		for _, node := range o.at[p] {
+		nodes := o.at[p]
+		if len(nodes) > 0 && o.holdsControl(p) {
+			continue
+		}
+		for _, node := range nodes {
 			if only != "" && only != node {
 				return ""
 			}

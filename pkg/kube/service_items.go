@@ -309,6 +309,19 @@ func (n *nodeObject) podNetworks() (all []netip.Prefix) {
 	return all
 }
 
+// controlAddresses returns the addresses of a Node of the control plane; nil: it is none.
+func (n *nodeObject) controlAddresses() (all []netip.Addr) {
+	if !isControlPlane(n.Labels) {
+		return nil
+	}
+	for _, a := range n.Status.Addresses[:min(len(n.Status.Addresses), maxAddresses)] {
+		if ip, ok := parseAddr(a.Address); ok {
+			all = append(all, ip)
+		}
+	}
+	return all
+}
+
 // item returns the encoded item; nil if there is no item or the item is too large. key names the object in the log.
 func (s *Services) item(key string, item proto.Message) []byte {
 	if !item.ProtoReflect().IsValid() {

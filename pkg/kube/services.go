@@ -60,7 +60,7 @@ type slice struct {
 	service   string // NAMESPACE/NAME
 	headless  bool   // it has the label service.kubernetes.io/headless
 	endpoints map[services.Path][]byte
-	size      int // bytes of endpoints, with their paths
+	size      int                                  // bytes of endpoints, with their paths
 	nodeless  map[services.Path]*services.Endpoint // the endpoints whose node the slice does not say
 }
 
@@ -81,7 +81,7 @@ func (c *Client) Services(
 		services: make(map[string]told), slices: make(map[string]slice), of: make(map[string]map[string]struct{}),
 		nodeless: make(map[string]struct{}), sizes: make(map[string]int), nodes: make(map[string]struct{}),
 		owners: newPodOwners(),
-		read: make(map[string]bool), errs: make(map[string]error),
+		read:   make(map[string]bool), errs: make(map[string]error),
 	}
 }
 
@@ -406,10 +406,11 @@ func (s *Services) resize(before, now slice) bool {
 // apiService is the Service of the API servers. Its endpoints are on no edge node, whatever a Node claims.
 const apiService = "default/kubernetes"
 
-// setNetworks tells owners the networks of a Node's pods. If they have changed, setNetworks looks again for the Nodes
-// of endpoints whose slice does not say it. The caller holds mu.
-func (s *Services) setNetworks(node string, networks []netip.Prefix) {
-	if !s.owners.set(node, networks) {
+// setOwner tells owners the networks of a Node's pods, or the addresses of a Node of the control plane. If they have
+// changed, setOwner looks again for the Nodes of endpoints whose slice does not say it. The caller holds mu.
+func (s *Services) setOwner(node string, networks []netip.Prefix, control []netip.Addr) {
+	changed := s.owners.setControl(node, control)
+	if !s.owners.set(node, networks) && !changed {
 		return
 	}
 	for key := range s.nodeless {
@@ -442,7 +443,7 @@ func (s *Services) nodeStore() *serviceStore {
 			delete(s.nodes, key)
 			s.sink.Delete(path(key))
 			_, name := cut(key)
-			s.setNetworks(name, nil)
+			s.setOwner(name, nil, nil)
 		}
 	}
 	return &serviceStore{s: s, kind: kindNodes,
@@ -458,7 +459,7 @@ func (s *Services) nodeStore() *serviceStore {
 			}
 			s.nodes[key] = struct{}{}
 			s.sink.Set(path(key), value)
-			s.setNetworks(object.Name, object.podNetworks())
+			s.setOwner(object.Name, object.podNetworks(), object.controlAddresses())
 			return nil
 		},
 		remove: remove,

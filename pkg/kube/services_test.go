@@ -460,6 +460,13 @@ func TestServicesHomes(t *testing.T) {
 	home(web, "")
 	do(nodes.Delete(node("thief")))
 	home(web, "edge1")
+	control := node("control")
+	control.Labels = map[string]string{"node-role.kubernetes.io/control-plane": ""}
+	control.Status.Addresses = []nodeAddress{{Type: "InternalIP", Address: "10.88.1.200"}}
+	do(nodes.Add(control)) // so the network is no network of pods
+	home(web, "")
+	do(nodes.Delete(control))
+	home(web, "edge1")
 	do(slcs.Update(aSlice("shop", "web", "web-a", "10.88.1.5", "10.88.1.6")))
 	home("endpoint/shop/web/web-a/10.88.1.6", "edge1")
 	do(slcs.Delete(aSlice("shop", "web", "web-a")))

@@ -93,8 +93,14 @@ func (n *Node) SetSubnets(subnets []netip.Prefix) {
 	if n.cfg.Subnets != nil || len(subnets) == 0 {
 		return
 	}
-	if _, err := cni.NewConf(subnets); err != nil {
-		n.log.Warn("the networks for pods from the cloud are not usable; those before stay", "err", err)
+	_, err := cni.NewConf(subnets)
+	for _, p := range subnets {
+		if isTooLarge(p) {
+			err = cmp.Or(err, fmt.Errorf("%s is larger than the pods of one node can need", p))
+		}
+	}
+	if err != nil {
+		n.log.Warn("the cloud sent unusable networks for pods; the edge keeps the previous networks", "err", err)
 		return
 	}
 	n.mu.Lock()
@@ -104,7 +110,7 @@ func (n *Node) SetSubnets(subnets []netip.Prefix) {
 	if !changed {
 		return
 	}
-	n.log.Info("the cloud has told the networks for pods", "subnets", subnets)
+	n.log.Info("the cloud sent the networks for pods", "subnets", subnets)
 	n.wakeUp()
 }
 

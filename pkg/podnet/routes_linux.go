@@ -80,11 +80,19 @@ func (n *Node) Links() []netip.Prefix {
 	return networks
 }
 
-// The shortest prefix of a network to which a route leads, in bits. The cloud accepts no other networks of pods.
+// The shortest prefix of a network of pods that comes from the cloud, in bits. The cloud accepts no other networks of
+// pods. A larger one would lead packets for other machines to pods.
 const (
 	minRouteBits4 = 16 // IPv4
 	minRouteBits6 = 48 // IPv6
 )
+
+func isTooLarge(p netip.Prefix) bool {
+	if p.Addr().Is6() {
+		return p.Bits() < minRouteBits6
+	}
+	return p.Bits() < minRouteBits4
+}
 
 // wantRoutes returns the routes that the kernel should have. wrong says why networks of neighbours get no route.
 func (n *Node) wantRoutes(conf *cni.Conf) (routes []route, wrong error) {
@@ -98,18 +106,27 @@ func (n *Node) wantRoutes(conf *cni.Conf) (routes []route, wrong error) {
 	if err != nil {
 		return nil, fmt.Errorf("reading the links of this machine: %w", err)
 	}
+	var all []route
 	for _, neighbour := range neighbours {
 		for _, network := range neighbour.Networks {
 			r, ok := routeTo(network.Masked(), neighbour.Addresses, links)
 			if !ok {
 				continue // a neighbour without this family, or on a link that has gone
 			}
-			if why := refuses(r, conf, links, routes); why != "" {
+			if why := refuses(r, conf, links); why != "" {
 				wrong = cmp.Or(wrong, fmt.Errorf("no route leads to %s by %s: %s", r.to, r.by, why))
 				continue
 			}
-			routes = append(routes, r)
+			all = append(all, r)
 		}
+	}
+	for i, r := range all {
+		if slices.ContainsFunc(slices.Concat(all[:i], all[i+1:]), func(o route) bool { return o.to.Overlaps(r.to) }) {
+			wrong = cmp.Or(wrong, fmt.Errorf("no route leads to %s by %s: the network overlaps the pod network of another node",
+				r.to, r.by))
+			continue // a node could divert the traffic of another one, so neither gets a route
+		}
+		routes = append(routes, r)
 	}
 	return routes, wrong
 }
@@ -133,25 +150,19 @@ func routeTo(network netip.Prefix, by []netip.Addr, links []link) (best route, f
 
 // refuses returns why a route must not be made; "": it may be made. Otherwise a cloud could divert the traffic of this
 // machine.
-func refuses(r route, conf *cni.Conf, links []link, before []route) string {
-	shortest := minRouteBits4
-	if r.to.Addr().Is6() {
-		shortest = minRouteBits6
-	}
+func refuses(r route, conf *cni.Conf, links []link) string {
 	switch {
-	case r.to.Bits() < shortest:
+	case isTooLarge(r.to):
 		return "the network is too large for pods of one node"
 	case slices.ContainsFunc(conf.Subnets, r.to.Overlaps):
-		return "this node's pods have the network"
+		return "the network overlaps a network of this node's pods"
 	case slices.ContainsFunc(links, func(l link) bool { return l.bridge && l.takes(r.to) }):
-		return "the network was that of this node's pods: when no pod has an address of it any more, " +
+		return "this node's pods had the network before: when no pod uses it any more, " +
 			"remove its gateway from the bridge, or reboot the node"
 	case slices.ContainsFunc(links, func(l link) bool { return !l.bridge && l.network.Overlaps(r.to) }):
-		return "the network is that of a link of this machine"
+		return "the network overlaps the network of a link of this machine"
 	case slices.ContainsFunc(links, func(l link) bool { return l.own == r.by }):
 		return "the address is this machine's own"
-	case slices.ContainsFunc(before, func(b route) bool { return b.to.Overlaps(r.to) }):
-		return "two nodes have the network"
 	}
 	return ""
 }
