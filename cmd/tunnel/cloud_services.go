@@ -40,6 +40,7 @@ func (w *cloudWiring) newServices() error {
 	// datagrams does not run as a module: when sessions end, its conns end, too.
 	w.datagrams = udp.NewEdge(w.anyEndpoint, udp.EdgeConfig{
 		Counters: w.udp, Core: w.counters, Log: w.log.With("module", "services"), OneTarget: true,
+		PerCaller: udp.DefaultEdgeFlows / 4, // the caller is a node
 	})
 	return err
 }
@@ -82,6 +83,7 @@ func (w *cloudWiring) reachService(ctx context.Context, reach *stream.ReachReque
 		return w.reach.Dial(ctx, request)
 	}
 	if request.Network == tunnel.NetworkUDP {
+		request.Caller = string(reach.From.Node)
 		return w.datagrams.Open(ctx, request)
 	}
 	return w.anyEndpoint.Dial(ctx, request.Network, request.Addr)

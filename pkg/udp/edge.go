@@ -55,6 +55,8 @@ type EdgeConfig struct {
 	Log      *slog.Logger
 	// OneTarget is true if each conn has a target, and its flows may not name another target.
 	OneTarget bool
+	// PerCaller is how many flows all conns of one Request.Caller may have; 0: as many as there are.
+	PerCaller int
 }
 
 // Edge is the edge's module: it sends the datagrams of flows to their targets, and returns the
@@ -66,6 +68,7 @@ type Edge struct {
 	core     *tunnel.Counters
 	log      *slog.Logger
 	single   bool          // see EdgeConfig.OneTarget
+	most     int64         // see EdgeConfig.PerCaller; 0: no limit
 	idle     time.Duration // see edgeIdleTime; tests replace it
 	refused  time.Duration // see refusedTime; tests replace it
 	buffers  buffers
@@ -80,6 +83,7 @@ type Edge struct {
 	mu       sync.Mutex // guards the following
 	conns    map[*edgeConn]struct{}
 	draining bool
+	callers  map[string]*callerFlows      // by Request.Caller: those with conns
 	refusals map[netip.AddrPort]time.Time // when an address of a name has last refused a flow's datagram
 }
 
@@ -94,9 +98,9 @@ func NewEdge(policy Policy, cfg EdgeConfig) *Edge {
 		cfg.Core = new(tunnel.Counters)
 	}
 	e := &Edge{
-		policy: policy, counters: cfg.Counters, core: cfg.Core, log: cfg.Log, single: cfg.OneTarget,
+		policy: policy, counters: cfg.Counters, core: cfg.Core, log: cfg.Log, single: cfg.OneTarget, most: int64(cfg.PerCaller),
 		idle: edgeIdleTime, refused: refusedTime,
-		conns: make(map[*edgeConn]struct{}), refusals: make(map[netip.AddrPort]time.Time),
+		conns: make(map[*edgeConn]struct{}), callers: make(map[string]*callerFlows), refusals: make(map[netip.AddrPort]time.Time),
 	}
 	e.SetFlows(cfg.Flows)
 	return e
@@ -169,6 +173,11 @@ func (e *Edge) newConn(ctx context.Context, r tunnel.Request) (net.Conn, error) 
 		return nil, tunnel.Refusef(tunnel.Draining, "the edge is about to stop")
 	}
 	e.conns[c] = struct{}{}
+	if e.callers[r.Caller] == nil {
+		e.callers[r.Caller] = &callerFlows{name: r.Caller}
+	}
+	c.caller = e.callers[r.Caller]
+	c.caller.conns++
 	c.running.Go(func() { c.guard(c.sweep) })
 	return c, nil
 }
@@ -178,6 +187,16 @@ func (e *Edge) forget(c *edgeConn) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	delete(e.conns, c)
+	if c.caller.conns--; c.caller.conns == 0 {
+		delete(e.callers, c.caller.name)
+	}
+}
+
+// callerFlows counts the flows of one caller.
+type callerFlows struct {
+	name  string       // set once
+	flows atomic.Int64 // of all its conns
+	conns int          // guarded by Edge.mu
 }
 
 // refusedAt returns when an address has last refused a datagram; zero: never, or it was forgotten.

@@ -20,6 +20,7 @@ type edgeConn struct {
 
 	// Set once.
 	edge   *Edge
+	caller *callerFlows
 	target string          // the target of flows that name no target
 	ctx    context.Context // the context of dials; done when the conn has ended
 	cancel context.CancelFunc
@@ -278,15 +279,19 @@ func (c *edgeConn) guard(f func()) {
 // insert adds a flow that has no socket yet. If it cannot, it returns why.
 func (c *edgeConn) insert(f *edgeFlow, wait bool) (Reason, error) {
 	e := c.edge
-	if limit := e.limit.Load(); e.flows.Add(1) > limit {
+	limit, full := e.limit.Load(), false
+	if n := c.caller.flows.Add(1); e.most > 0 && n > e.most {
+		limit, full = e.most, true
+	}
+	if e.flows.Add(1) > e.limit.Load() || full {
 		e.core.Limited(tunnel.LimitFlows)
 		if n, ok := e.warnFlows.Allow(); ok {
 			e.log.Warn("too many flows: a limit is reached, see docs/limits.md",
 				"limit", tunnel.LimitFlows, "caller", f.caller, "skipped", n)
 		}
 		if !c.evict() {
-			e.flows.Add(-1)
-			return DropFlows, tunnel.Refusef(tunnel.Overloaded, "limit %v: the edge has %d flows", tunnel.LimitFlows, limit)
+			c.oneLess()
+			return DropFlows, tunnel.Refusef(tunnel.Overloaded, "limit %v: there are %d flows", tunnel.LimitFlows, limit)
 		}
 	}
 	c.mu.Lock()
@@ -294,13 +299,13 @@ func (c *edgeConn) insert(f *edgeFlow, wait bool) (Reason, error) {
 	old := c.flows[f.id]
 	switch {
 	case c.draining:
-		e.flows.Add(-1)
+		c.oneLess()
 		return DropDraining, tunnel.Refusef(tunnel.Draining, "the edge is about to stop")
 	case c.over:
-		e.flows.Add(-1)
+		c.oneLess()
 		return DropLost, tunnel.Refusef(tunnel.Gone, "the conn has ended")
 	case wait && c.opening >= maxOpening:
-		e.flows.Add(-1)
+		c.oneLess()
 		return DropOpening, tunnel.Refusef(tunnel.Overloaded, "%d flows wait for the names of their targets", maxOpening)
 	case old != nil: // the cloud has used all ids
 		c.endLocked(old)
@@ -460,7 +465,13 @@ func (c *edgeConn) endLocked(f *edgeFlow) {
 	e.counters.Drop(f.failed, uint64(len(f.pending)))
 	f.pending = nil
 	e.counters.Flows.Add(-1)
-	e.flows.Add(-1)
+	c.oneLess()
+}
+
+// oneLess counts a flow of this conn that has ended, or has not begun.
+func (c *edgeConn) oneLess() {
+	c.edge.flows.Add(-1)
+	c.caller.flows.Add(-1)
 }
 
 // endAll implements wire.ended: the conn has ended, and so have its flows.

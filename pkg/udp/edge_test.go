@@ -448,6 +448,45 @@ func TestRefusalsAreBounded(t *testing.T) {
 	}
 }
 
+// The conns of one caller together have a share of the flows, and the conns of others have room.
+func TestFlowsPerCaller(t *testing.T) {
+	addr := target(t, echo)
+	e := NewEdge(policy(t), EdgeConfig{Log: slog.New(slog.DiscardHandler), OneTarget: true, PerCaller: 4})
+	open := func(caller string, flows int) (c net.Conn) {
+		c, err := e.Open(t.Context(), tunnel.Request{Network: tunnel.NetworkUDP, Addr: addr, Caller: caller})
+		if err != nil {
+			t.Fatal(err)
+		}
+		for id := range flowID(flows) {
+			if _, err := c.Write(encode(kindOpen, id+1, opening{datagram: []byte("x")}.encode())); err != nil {
+				t.Fatal(err)
+			}
+		}
+		return c
+	}
+	of := func(caller string) int64 {
+		e.mu.Lock()
+		defer e.mu.Unlock()
+		if one := e.callers[caller]; one != nil {
+			return one.flows.Load()
+		}
+		return 0
+	}
+	a, b := open("edge1", 3), open("edge1", 3)
+	other := open("edge2", 3)
+	if of("edge1") > 4 || of("edge2") != 3 {
+		t.Errorf("edge1 has %d flows, want 4 at most; edge2 has %d, want 3", of("edge1"), of("edge2"))
+	}
+	for _, c := range []net.Conn{a, b, other} {
+		c.Close()
+	}
+	testkit.Eventually(t, "nothing is left", func() bool {
+		e.mu.Lock()
+		defer e.mu.Unlock()
+		return len(e.callers) == 0 && e.flows.Load() == 0
+	})
+}
+
 // Only some flows may wait for names at once, and they end with the conn.
 func TestManySlowNames(t *testing.T) {
 	addr := target(t, echo)

@@ -16,6 +16,8 @@ const (
 	routeTime = time.Second
 	// maxMuxes is how many conns a forwarder may have. Each takes some 70 KiB.
 	maxMuxes = 1024
+	// maxOpened is how many of these conns the callers of one source may have opened.
+	maxOpened = maxMuxes / 4
 )
 
 // A Router says where the datagrams of a Forwarder go.
@@ -97,15 +99,15 @@ func (p *port) routeLocked(
 	return nil, target, why, ok
 }
 
-// roomForMuxLocked reports whether a new flow may open another conn. If there are maxMuxes conns, it ends those without
-// flows. The caller holds mu.
-func (p *port) roomForMuxLocked() bool {
-	if p.router == nil || len(p.muxes) < maxMuxes {
+// roomForMuxLocked reports whether a new flow of a caller may open another conn. If there are too many conns, it ends
+// those without flows. The caller holds mu.
+func (p *port) roomForMuxLocked(caller netip.Addr) bool {
+	if p.router == nil || len(p.muxes) < maxMuxes && p.openers[sourceOf(caller)] < maxOpened {
 		return true
 	}
 	hasEnded := false
 	for m := range p.muxes {
-		if len(m.flows) == 0 && !m.retired {
+		if len(m.flows) == 0 && !m.retired && (len(p.muxes) >= maxMuxes || m.opener == sourceOf(caller)) {
 			p.retireLocked(m)
 			hasEnded = true
 		}
@@ -114,7 +116,8 @@ func (p *port) roomForMuxLocked() bool {
 		return true
 	}
 	if n, ok := p.warnFlows.Allow(); ok {
-		p.log.Warn("datagrams are dropped: there are conns to too many targets", "max", maxMuxes, "skipped", n)
+		p.log.Warn("datagrams are dropped: there are conns to too many targets", "max", maxMuxes,
+			"max_per_caller", maxOpened, "caller", caller.String(), "skipped", n)
 	}
 	return false
 }

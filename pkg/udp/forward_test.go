@@ -143,7 +143,6 @@ func TestForwarderDrops(t *testing.T) {
 	}
 }
 
-// A forwarder that stops lets flows in use go on, and returns when they are idle.
 // Conns without flows make room for a conn to one more target.
 func TestForwarderMakesRoom(t *testing.T) {
 	f := newForwarding(t)
@@ -153,14 +152,36 @@ func TestForwarderMakesRoom(t *testing.T) {
 		m := newMux(f.port, fmt.Sprint("target ", n))
 		muxes, f.port.muxes[m] = append(muxes, m), struct{}{}
 	}
-	hasRoom := f.port.roomForMuxLocked()
-	again := f.port.roomForMuxLocked() // the conns are still about to end
+	caller := netip.MustParseAddr("192.0.2.1")
+	hasRoom := f.port.roomForMuxLocked(caller)
+	again := f.port.roomForMuxLocked(caller) // the conns are still about to end
 	for _, m := range muxes {
 		delete(f.port.muxes, m)
 	}
 	f.port.mu.Unlock()
 	if lines := f.log.Lines("too many targets"); !hasRoom || again || len(lines) != 1 {
 		t.Errorf("room: %t, and then %t; log: %q", hasRoom, again, lines)
+	}
+}
+
+// One caller, from whichever ports, opens conns to some targets, and leaves room for those of others.
+func TestForwarderSharesConns(t *testing.T) {
+	f := newForwarding(t)
+	f.port.mu.Lock()
+	defer f.port.mu.Unlock()
+	one, other := netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("192.0.2.2")
+	f.port.openers[sourceOf(one)] = maxOpened
+	if f.port.roomForMuxLocked(one) || !f.port.roomForMuxLocked(other) {
+		t.Error("one caller may open conns for ever, or others none")
+	}
+	m := newMux(f.port, "idle")
+	m.opener, f.port.muxes[m] = sourceOf(one), struct{}{}
+	if !f.port.roomForMuxLocked(one) || !m.retired {
+		t.Error("a conn of the caller without flows makes no room")
+	}
+	f.port.dropLocked(m)
+	if n := f.port.openers[sourceOf(one)]; n != maxOpened-1 {
+		t.Errorf("%d conns of the caller", n)
 	}
 }
 
@@ -178,6 +199,7 @@ func TestForwarderRefusedByTheCloud(t *testing.T) {
 	}
 }
 
+// A forwarder that stops lets flows in use go on, and returns when they are idle.
 func TestForwarderDrains(t *testing.T) {
 	f := newForwarding(t)
 	f.choose(answering(t, "a"))

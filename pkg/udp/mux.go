@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"net/netip"
 	"time"
 
 	"tunnel.example/tunnel/pkg/tunnel"
@@ -30,6 +31,7 @@ type mux struct {
 
 	// Guarded by port.mu.
 	flows   map[flowID]*flow
+	opener  netip.Prefix // the source of the caller whose flow was the first
 	lastID  flowID
 	retired bool            // no new flow uses it
 	emptyAt time.Time       // since when the mux has no flow; zero: it has a flow

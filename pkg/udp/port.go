@@ -60,6 +60,7 @@ type port struct {
 	table    *table
 	current  map[string]*mux // by target, the mux of new flows; nil: the next flow makes a mux
 	muxes    map[*mux]struct{}
+	openers  map[netip.Prefix]int // how many muxes the callers of a source have opened
 	retryAt  map[string]time.Time // by target, the earliest time of the next dial
 	draining bool                 // no new flow is opened
 
@@ -195,7 +196,7 @@ func (p *port) openLocked(
 		return nil, DropDraining, false
 	case p.current[target] == nil && now.Before(p.retryAt[target]):
 		return nil, DropUnreachable, false
-	case p.current[target] == nil && !p.roomForMuxLocked():
+	case p.current[target] == nil && !p.roomForMuxLocked(caller.Addr()):
 		return nil, DropFlows, false
 	}
 	victim, limit, ok := p.table.room(caller.Addr(), now)
@@ -213,7 +214,7 @@ func (p *port) openLocked(
 		p.counters.Evicted.Add(1)
 		p.endLocked(victim)
 	}
-	m := p.currentLocked(target)
+	m := p.currentLocked(target, caller.Addr())
 	m.lastID++
 	f = &flow{key: flowKey{caller, c.local}, reply: c.reply, mux: m, id: m.lastID, since: now, routed: now}
 	m.flows[f.id], m.emptyAt = f, time.Time{}
@@ -222,12 +223,15 @@ func (p *port) openLocked(
 	return f, 0, true
 }
 
-// currentLocked returns the mux of new flows to a target. If there is no such mux, it starts one. The caller holds mu.
-func (p *port) currentLocked(target string) *mux {
+// currentLocked returns the mux of new flows to a target. If there is no such mux, it starts one for a caller. The
+// caller holds mu.
+func (p *port) currentLocked(target string, caller netip.Addr) *mux {
 	if p.current[target] == nil {
 		m := newMux(p, target)
+		m.opener = sourceOf(caller)
 		p.current[target] = m
 		p.muxes[m] = struct{}{}
+		p.openers[m.opener]++
 		p.running.Go(func() {
 			p.guard("the conn ends", func() { m.run(p.conns) })
 			m.wire.Reset() //nolint:errcheck // it never fails
@@ -283,6 +287,9 @@ func (p *port) dropLocked(m *mux) {
 		delete(p.current, m.to.Target)
 	}
 	delete(p.muxes, m)
+	if p.openers[m.opener]--; p.openers[m.opener] == 0 {
+		delete(p.openers, m.opener)
+	}
 	for _, f := range m.flows {
 		f.lost = true
 		p.forgetLocked(f)

@@ -47,6 +47,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
+	"net/netip"
 	"sync"
 	"syscall"
 	"time"
@@ -275,6 +276,7 @@ func newPort(l Listener, socket *net.UDPConn, conns context.Context, cfg *Config
 		counters: cfg.Counters, core: cfg.Core, software: cfg.Software, sink: &cfg.Sink,
 		log:   cfg.Log.With("frontend", l.Listen),
 		table: newTable(limits), current: make(map[string]*mux), muxes: make(map[*mux]struct{}),
+		openers: make(map[netip.Prefix]int),
 		retryAt: make(map[string]time.Time),
 	}
 	p.conns, p.endConns = context.WithCancel(conns)
