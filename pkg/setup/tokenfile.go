@@ -3,6 +3,7 @@ package setup
 import (
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -46,7 +47,7 @@ func (f tokenFile) edit(edit func(content string) (string, error)) (tokenChange,
 		return tokenChange{}, err
 	}
 	defer held.Close() // releases the lock
-	content, err := os.ReadFile(f.path)
+	content, info, err := readNoLink(f.path)
 	if err != nil {
 		return tokenChange{}, err
 	}
@@ -55,16 +56,37 @@ func (f tokenFile) edit(edit func(content string) (string, error)) (tokenChange,
 		return tokenChange{}, fmt.Errorf("%s: %w", f.path, err)
 	}
 	c := tokenChange{file: f, added: missing(edited, string(content)), removed: missing(string(content), edited)}
-	info, err := os.Lstat(f.path)
-	switch {
-	case err != nil:
-		return tokenChange{}, err
-	case info.Mode()&fs.ModeSymlink != 0:
+	if info == nil {
 		c.failed = errMounted
-	default:
+	} else {
 		c.failed = replaceFile(f.path, []byte(edited), info)
 	}
 	return c, nil
+}
+
+// readNoLink reads a file, and returns what the system says about it; nil: the path is a symbolic link. Root runs this
+// in a folder of the cloud's user, who may replace the file by a link while it is read: what the link leads to must not
+// become a file of that user.
+func readNoLink(path string) (content []byte, info fs.FileInfo, err error) {
+	before, err := os.Lstat(path)
+	if err != nil {
+		return nil, nil, err
+	}
+	file, err := os.Open(path)
+	if err != nil {
+		return nil, nil, err
+	}
+	defer file.Close()
+	if before.Mode()&fs.ModeSymlink == 0 {
+		if info, err = file.Stat(); err == nil && !os.SameFile(before, info) {
+			err = fmt.Errorf("%s was replaced while it was read: run this again", path)
+		}
+		if err != nil {
+			return nil, nil, err
+		}
+	}
+	content, err = io.ReadAll(file)
+	return content, info, err
 }
 
 // lockTimeout is how long edit waits for other processes that change the same file.
