@@ -456,8 +456,8 @@ func (w *cloudWiring) addHTTPS() error {
 	onePort, _, _ := net.SplitHostPort(w.conf.Server.Listen)
 	isOpen := !net.ParseIP(listen).IsLoopback() || w.port != nil && !net.ParseIP(onePort).IsLoopback()
 	if isOpen && len(c.AllowFrom) == 0 {
-		w.log.Warn("anyone may connect to the https ports, though not past the kubelet: " +
-			"name kube-apiserver's network in allowfrom of [mode.cloud.https]")
+		w.log.Warn("the https ports accept all source addresses, and only the kubelet authenticates callers: " +
+			"set allowfrom in [mode.cloud.https] to kube-apiserver's network")
 	}
 	return nil
 }

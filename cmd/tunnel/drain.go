@@ -22,8 +22,8 @@ type drained struct {
 // errDrained is the reason for which /readyz fails after tunnel drain.
 var errDrained = errors.New("drained by tunnel drain")
 
-// drain leaves the rotation: /readyz fails, the edges of a cloud move to other replicas, and no new conn is opened.
-// Open conns go on. If stops is set, the caller stops the process afterwards.
+// drain takes the process out of service: /readyz fails, the edges of a cloud move to other replicas, and no new conn
+// opens. Open conns go on. If stops is set, the caller stops the process afterwards.
 func (r *restarter) drain(ctx context.Context, stops bool) (*drained, error) {
 	if !r.reloader.mu.TryLock() {
 		return nil, conflictf("a reload or a restart is under way: try again")
@@ -37,7 +37,7 @@ func (r *restarter) drain(ctx context.Context, stops bool) (*drained, error) {
 			"end it by tunnel drain --stop, or replace it by tunnel restart")
 	}
 	if !r.daemon.drained.Swap(true) {
-		r.daemon.log.Info("leaving the rotation, as tunnel drain asks")
+		r.daemon.log.Info("draining, as tunnel drain asks")
 		if r.client != nil {
 			r.client.Drain()
 		}
@@ -67,8 +67,8 @@ func newDrainCommand() *cobra.Command {
 	var stops bool
 	cmd := &cobra.Command{
 		Use:   "drain",
-		Short: "Take a running cloud or edge out of the rotation",
-		Long: `drain takes the running cloud or edge out of the rotation. Its /readyz fails. The edges of a cloud move to
+		Short: "Take a running cloud or edge out of service",
+		Long: `drain takes the running cloud or edge out of service. Its /readyz fails. The edges of a cloud move to
 the other replicas, and then its ports close. An edge gets no new connections. Open connections go on, and
 the process does not end. To bring it back, start it again.
 

@@ -199,7 +199,7 @@ kubectl logs, exec, attach, port-forward and top, and TCP services.
 
   tunnel ls                                           list nodes, connected and missing
   tunnel forget NODE                                  remove a node that is gone for good from that list
-  tunnel status                                       show how the cloud or the edge here does
+  tunnel status                                       show the status of the cloud or the edge here
   tunnel ping NODE                                    measure the round trip to a node
   tunnel trace NODE HOST:PORT                         find which step to a target behind a node refuses
   tunnel tap [NODE]                                   show conns as they open and end
@@ -213,8 +213,8 @@ kubectl logs, exec, attach, port-forward and top, and TCP services.
   tunnel reload                                       let a running cloud or edge read it again
   tunnel forward add|rm|ls                            TCP ports of a running cloud, without a change of the file
   tunnel restart                                      replace the process of a running cloud or edge, without an outage
-  tunnel drain                                        take a running cloud or edge out of the rotation
-  tunnel diag                                         collect what a person needs who looks for a fault
+  tunnel drain                                        take a running cloud or edge out of service
+  tunnel diag                                         collect the state of a daemon for troubleshooting
 
 Every command reads the configuration that -c FILE names. Without -c the cloud's file is
 /etc/tunnel/cloud.toml and the edge's is /etc/tunnel/edge.toml, which init and join write.

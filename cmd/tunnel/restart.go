@@ -197,7 +197,7 @@ type restarter struct {
 }
 
 // errStops is the error of a restart while the process stops.
-var errStops = conflictf("it was told to stop, so no new process takes over")
+var errStops = conflictf("this process is stopping, so no new process takes over")
 
 // restarted is the answer to POST /v1/restart.
 type restarted struct {
@@ -252,12 +252,13 @@ func (r *restarter) restart(ctx context.Context) (*restarted, error) {
 	case r.reloader.next != 0:
 		return nil, errLeft
 	case r.daemon.drained.Load():
-		return nil, conflictf("it drains: start it again, in place of tunnel restart")
+		return nil, conflictf("this process is drained: stop it and start it again, since tunnel restart cannot replace it")
 	case r.peers:
 		// The other replicas have sessions with this process. They would learn of the new process only after this one ends.
 		return nil, conflictf("it is one of several replicas: stop it and start it again, and the others take over meanwhile")
 	case os.Getpid() == 1, os.Getenv("KUBERNETES_SERVICE_HOST") != "":
-		return nil, conflictf("its container ends with it: in Kubernetes run kubectl rollout restart, with two replicas")
+		return nil, conflictf("the container ends when this process ends: in Kubernetes run kubectl rollout restart, " +
+			"with two replicas")
 	// A process that took over was started by the old process, not by systemd, although it has the variables that
 	// systemd sets.
 	case r.daemon.before == nil && isUnknownChild(os.Getenv, os.Getpid(), os.Getppid()):

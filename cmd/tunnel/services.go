@@ -227,7 +227,7 @@ func newServicesWatchCommand() *cobra.Command {
 	var output outputFlag
 	cmd := &cobra.Command{
 		Use:   "watch",
-		Short: "Show what the cloud tells of Services as it changes, until Ctrl-C",
+		Short: "Show each change of Services that the cloud sends, until Ctrl-C",
 		Long: `watch prints a line for each item that the cloud sets or deletes: a Service, an endpoint or a node.
 It shows changes, and not what the edge knows already: tunnel services ls does.
 A reader that is too slow loses lines; a warning says how many. With -o json each change is a line, and with -o yaml a

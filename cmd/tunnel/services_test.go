@@ -48,7 +48,7 @@ func TestServicesCommands(t *testing.T) {
 	list := relay.List{Node: "edge1", Stale: &since, Ports: []relay.Port{{
 		Service: "shop/web", Name: "http\x1b", Address: "10.96.0.10", Protocol: "TCP", Port: 80, Served: relay.ServedRelay,
 		Usable: 1, Known: 2, Endpoints: []relay.Verdict{
-			{Address: "10.88.2.5", Port: 8080, Node: "edge2", Usable: true, Why: "the tunnel leads to it"},
+			{Address: "10.88.2.5", Port: 8080, Node: "edge2", Usable: true, Why: "it is reachable through the tunnel"},
 			{Address: "10.88.3.5", Node: "edge3", Why: "it is not ready"},
 		},
 	}}}
@@ -84,7 +84,7 @@ func TestServicesCommands(t *testing.T) {
 		{"ls -o yaml", exitOK, []string{"served: relay"}},
 		{"ls -o text", exitUsage, []string{"-o is one of"}},
 		{"explain shop/web", exitOK,
-			[]string{"10.96.0.10 port 80", "served by relay", "the tunnel leads to it", "it is not ready"}},
+			[]string{"10.96.0.10 port 80", "served by relay", "it is reachable through the tunnel", "it is not ready"}},
 		{"explain shop/web -o yaml", exitOK, []string{"why: it is not ready"}},
 		{"explain shop/none", exitRuntime, []string{"knows no Service shop/none"}},
 		{"explain web", exitUsage, []string{"name one Service, as NAMESPACE/NAME"}},

@@ -64,7 +64,7 @@ func validity(what string, cert *x509.Certificate, by renewal, do string) Result
 		return Fail(do+"; if this machine's clock is wrong, "+setClock, "%s expired on %s, and this machine's clock says %s",
 			what, when(cert.NotAfter), when(now))
 	case left < min(soon, time.Duration(life*float64(by))) && by == byItself:
-		return Warn("nobody has renewed it, so look into the log of the program that should; else "+do,
+		return Warn("the program that renews it has failed: read its log; else "+do,
 			"%s ends in %s, on %s", what, setup.Spell(left.Truncate(time.Minute)), when(cert.NotAfter))
 	case left < min(soon, time.Duration(life*float64(by))):
 		return Warn(do, "%s ends in %s, on %s", what, setup.Spell(left.Truncate(time.Minute)), when(cert.NotAfter))

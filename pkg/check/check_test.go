@@ -67,7 +67,8 @@ func TestValidity(t *testing.T) {
 	}{
 		{"new", time.Hour, 30 * day, byItself, StateOK, "is valid until", ""},
 		{"it renews itself soon", 20 * day, 10 * day, byItself, StateOK, "is valid until", ""},
-		{"it should have renewed itself", 26 * day, 4 * day, byItself, StateWarn, "ends in 95h59m", "nobody has renewed it"},
+		{"it should have renewed itself", 26 * day, 4 * day, byItself, StateWarn, "ends in 95h59m",
+			"the program that renews it has failed"},
 		{"by hand, long", 330 * day, 35 * day, byHand, StateOK, "is valid until", ""},
 		{"by hand, soon", 340 * day, 25 * day, byHand, StateWarn, "ends in", "replace it"},
 		{"by hand, of a day", 12 * time.Hour, 12 * time.Hour, byHand, StateOK, "is valid until", ""},
@@ -197,14 +198,14 @@ func TestPodNetwork(t *testing.T) {
 		}
 	}
 	want(t, "no plugin", find("plugin"), StateFail, "no such file", "tunnel cni install")
-	want(t, "no podCIDR", find("configuration"), StateFail, "nobody has told the networks", "spec.podCIDRs")
+	want(t, "no podCIDR", find("configuration"), StateFail, "does not know the networks", "spec.podCIDRs")
 	want(t, "later", find("bridge"), StateSkipped, "the configuration comes first", "")
 	write(cni.Program, "", 0o755)
 	want(t, "a plugin", find("plugin"), StateOK, "is there", "")
 	c.PodCIDRs = []netip.Prefix{subnet}
 	want(t, "not written", find("configuration"), StateFail, "there is no", "start the edge")
 	write(cni.ListFile, `{"name": "mine"}`, 0o644)
-	want(t, "of a person", find("configuration"), StateFail, "is not of this edge", "remove the file")
+	want(t, "of a person", find("configuration"), StateFail, "the edge did not write", "remove the file")
 	own := netip.MustParsePrefix("10.88.1.0/29")
 	list := func(subnet netip.Prefix) string {
 		return fmt.Sprintf(`{"cniVersion": "1.0.0", "cniVersions": ["1.0.0"], "name": "tunnel",

@@ -59,9 +59,9 @@ func (p *pods) configuration(context.Context) Result {
 	text, err := os.ReadFile(path)
 	if os.IsNotExist(err) {
 		if p.PodCIDRs == nil {
-			return Fail("set podcidrs in [mode.edge.cni]; or let the cloud tell them: the Node needs spec.podCIDRs "+
+			return Fail("set podcidrs in [mode.edge.cni]; or let the cloud send them: the Node needs spec.podCIDRs "+
 				"(kube-controller-manager --allocate-node-cidrs), and the cloud kubernetes = true in [mode.cloud.egress]",
-				"there is no %s: nobody has told the networks of this node's pods yet", path)
+				"there is no %s: the edge does not know the networks of this node's pods yet", path)
 		}
 		return Fail("start the edge, which writes it; its line cni in /readyz says why it does not", "there is no %s", path)
 	}
@@ -69,7 +69,7 @@ func (p *pods) configuration(context.Context) Result {
 		return Fail("run this as root", "%v", err)
 	}
 	if foreign := cni.Foreign(text); foreign != "" {
-		return Fail("remove the file, or the table [mode.edge.cni]", "%s is not of this edge: %s", path, foreign)
+		return Fail("remove the file, or the table [mode.edge.cni]", "the edge did not write %s: %s", path, foreign)
 	}
 	if p.conf, err = cni.ConfIn(text); err != nil {
 		return Fail("remove the file: the edge writes it again", "%s: %v", path, err)

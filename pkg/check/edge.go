@@ -215,8 +215,8 @@ func (e *edge) otherEdge(ctx context.Context) Result {
 		case at.answer.Session == "":
 			return OK("no other edge is connected as node %s", node)
 		case e.daemon.socket == "":
-			return Skipped("without socket in [mode.edge.admin] nobody knows whether node %s, which is connected from %s "+
-				"since %s, is this machine", node, at.answer.Remote, when(at.answer.Since))
+			return Skipped("[mode.edge.admin] has no socket, so the session of node %s, from %s since %s, may belong to "+
+				"another machine", node, at.answer.Remote, when(at.answer.Since))
 		case st == nil || st.Mode != e.daemon.mode:
 			return Skipped("the edge does not answer, so it is not known whose session this is: from %s since %s",
 				at.answer.Remote, when(at.answer.Since))
@@ -287,7 +287,7 @@ func (e *edge) kubelet(ctx context.Context) Result {
 	tc := tls.Client(conn, &tls.Config{InsecureSkipVerify: true, MinVersion: tls.VersionTLS12})
 	if err := tc.HandshakeContext(ctx); err != nil {
 		return Fail("does another program have the port of the kubelet? ss -ltnp shows it",
-			"what answers at %s does not speak TLS as a kubelet does: %v", addr, err)
+			"the program at %s does not speak TLS as a kubelet does: %v", addr, err)
 	}
 	leaf := tc.ConnectionState().PeerCertificates[0]
 	return validity("the kubelet answers at "+addr+"; its certificate", leaf, byItself,

@@ -96,7 +96,7 @@ func (w *way) result(s step) Result {
 			return Skipped("%s comes first", before)
 		}
 	}
-	return Skipped("nothing has come so far")
+	return Skipped("the check did not reach this step")
 }
 
 // forgive turns the failures of this way into warnings. because goes into their texts, and do before their next steps.
@@ -328,7 +328,8 @@ func (w *way) judge(state *tls.ConnectionState, own *tls.Config) Result {
 		return Fail(fmt.Sprintf("if %q is a firewall or a proxy that inspects TLS, have it leave %s out, or try wss:// in "+
 			"servers; if the cloud has a new CA, copy it to %s; else the address leads to another server: check where %s leads",
 			leaf.Issuer, w.server, w.cfg.Conf.CA, w.server),
-			"another CA has signed the certificate that came: it is %s; the CAs of the cloud are in %s", names(leaf),
+			"a CA that the edge does not trust signed the server's certificate: it is %s; the CAs of the cloud are in %s",
+			names(leaf),
 			w.cfg.caFiles())
 	}
 	if err = leaf.VerifyHostname(own.ServerName); err != nil {
@@ -338,8 +339,8 @@ func (w *way) judge(state *tls.ConnectionState, own *tls.Config) Result {
 	}
 	if state.NegotiatedProtocol != "h2" {
 		return Fail("have the balancer pass TCP through to the cloud (docs/network.md), or try wss:// in servers",
-			"what answers speaks TLS with a certificate that the edge trusts, but no HTTP/2: a balancer or a web server in "+
-				"between ends TLS; its certificate is %s", names(leaf))
+			"the server speaks TLS with a certificate that the edge trusts, but not HTTP/2: a balancer or a web server in "+
+				"between terminates TLS; its certificate is %s", names(leaf))
 	}
 	return OK("")
 }
@@ -369,19 +370,19 @@ func (w *way) noHandshake(err error) Result {
 	header, isHeader := errors.AsType[tls.RecordHeaderError](err)
 	switch {
 	case isHeader && strings.HasPrefix(string(header.RecordHeader[:]), "HTTP/"):
-		return Fail(port+"; a web server has this port", "what answers speaks HTTP without TLS")
+		return Fail(port+"; a web server has this port", "the server speaks HTTP without TLS")
 	case isHeader:
-		return Fail(port+"; another program has this port", "what answers does not speak TLS")
+		return Fail(port+"; another program has this port", "the server does not speak TLS")
 	case isAlert(err):
 		return Fail(port+"; a balancer in between must pass TCP through (docs/network.md)",
-			"what answers speaks TLS, and refuses HTTP/2 or the name: a web server, or a balancer that ends TLS (%v)", err)
+			"the server speaks TLS, and refuses HTTP/2 or the name: a web server, or a balancer that terminates TLS (%v)", err)
 	case isTimeout(err):
 		return Fail("the line mtu says whether large packets are lost; else the port may belong to another program, or a "+
 			"firewall in between accepts connections in the cloud's place",
 			"the connection is open, but the TLS handshake has no answer within %s", stepTimeout)
 	case isHungUp(err):
 		return Fail(port+"; does a balancer in front of it send the PROXY protocol? The cloud's log says more",
-			"what answers has closed the connection before it showed a certificate")
+			"the server closed the connection before it showed a certificate")
 	}
 	return Fail(port, "the TLS handshake fails: %v", err)
 }

@@ -165,7 +165,7 @@ func checkAddress(link netlink.Link, addr netip.Addr) error {
 			return nil
 		}
 	}
-	return fmt.Errorf("link %s of the pod has not the address %s", link.Attrs().Name, only(addr))
+	return fmt.Errorf("link %s of the pod does not have the address %s", link.Attrs().Name, only(addr))
 }
 
 func checkRoutes(link netlink.Link, gateway netip.Addr) error {

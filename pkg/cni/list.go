@@ -115,7 +115,8 @@ func (l List) Marshal() ([]byte, error) {
 		}
 		both := slices.DeleteFunc(slices.Clone(common), func(v string) bool { return !slices.Contains(speaks, v) })
 		if len(both) == 0 {
-			return nil, fmt.Errorf("no version of the CNI specification is common: the plugins before %s speak %q, "+
+			return nil, fmt.Errorf("the plugins have no version of the CNI specification in common: "+
+				"the plugins before %s speak %q, "+
 				"%s speaks %q", p.Type, common, p.Type, speaks)
 		}
 		common, out.Plugins = both, append(out.Plugins, p)

@@ -34,7 +34,7 @@ func TestList(t *testing.T) {
 			}
 			data, err := l.Marshal()
 			if test.announced == nil {
-				if err == nil || !strings.Contains(err.Error(), "no version of the CNI specification is common") {
+				if err == nil || !strings.Contains(err.Error(), "the plugins have no version of the CNI specification in common") {
 					t.Errorf("%s, %v", data, err)
 				}
 				return

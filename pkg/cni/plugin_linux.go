@@ -70,7 +70,7 @@ func add(args *skel.CmdArgs) (_ *current.Result, version string, err error) {
 	return conf.result(want.attachment(), bridge, inside, mtu, addrs), conf.CNIVersion, nil
 }
 
-const noSubnets = "the key subnets is empty: the Node has no podCIDR yet, or nobody wrote the subnets"
+const noSubnets = "the key subnets is empty: the Node has no podCIDR yet, or the network configuration has no subnets"
 
 // undo removes what a failed ADD has made.
 func undo(conf *Conf, a attachment, fresh []netip.Addr) error {

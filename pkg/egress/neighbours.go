@@ -314,7 +314,8 @@ func (l *lans) neighbours(node tunnel.NodeName, links []netip.Prefix) []Neighbou
 			continue
 		}
 		for i, o := range in {
-			networks := slices.DeleteFunc(slices.Clone(l.nodes[o.node].Networks), func(p netip.Prefix) bool { return l.shared[p] })
+			networks := slices.DeleteFunc(slices.Clone(l.nodes[o.node].Networks),
+				func(p netip.Prefix) bool { return l.shared[p] })
 			twice := i > 0 && in[i-1].addr == o.addr || i+1 < len(in) && in[i+1].addr == o.addr
 			if o.node == node || twice || len(networks) == 0 {
 				continue

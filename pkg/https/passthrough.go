@@ -83,7 +83,7 @@ func (p *passthroughCounter) admit(a netip.Addr, node tunnel.NodeName, limit int
 	keys := map[passthroughKey]int{{netip.Prefix{}, node}: strangersTogether * limit}
 	if source := auth.Group(a); source.Addr().Is6() {
 		for i, bits := range []int{64, 56, 48} {
-			wide, _ := source.Addr().Prefix(bits) //nolint:errcheck // a valid length of IPv6
+			wide, _ := source.Addr().Prefix(bits) // a valid length of IPv6
 			keys[passthroughKey{wide, node}] = limit << i
 		}
 	} else {

@@ -14,11 +14,12 @@ func TestManySources(t *testing.T) {
 		source func(i int) string
 		want   int
 	}{
-		"one address":    {func(int) string { return "192.0.2.1" }, limit},
-		"one /64":        {func(i int) string { return fmt.Sprintf("2001:db8::%x", i) }, limit},
-		"one /56":        {func(i int) string { return fmt.Sprintf("2001:db8:0:%x::1", i%256) }, 2 * limit},
-		"one /48":        {func(i int) string { return fmt.Sprintf("2001:db8:0:%x::1", i<<8&0xffff) }, 4 * limit},
-		"many addresses": {func(i int) string { return fmt.Sprintf("198.51.%d.%d", i/256, i%256) }, strangersTogether * limit},
+		"one address": {func(int) string { return "192.0.2.1" }, limit},
+		"one /64":     {func(i int) string { return fmt.Sprintf("2001:db8::%x", i) }, limit},
+		"one /56":     {func(i int) string { return fmt.Sprintf("2001:db8:0:%x::1", i%256) }, 2 * limit},
+		"one /48":     {func(i int) string { return fmt.Sprintf("2001:db8:0:%x::1", i<<8&0xffff) }, 4 * limit},
+		"many addresses": {func(i int) string { return fmt.Sprintf("198.51.%d.%d", i/256, i%256) },
+			strangersTogether * limit},
 	} {
 		t.Run(name, func(t *testing.T) {
 			var p passthroughCounter

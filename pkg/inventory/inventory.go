@@ -147,7 +147,8 @@ func (i *Inventory) Note() string {
 	defer i.mu.Unlock()
 	switch {
 	case errors.Is(i.unread, errContent) || errors.Is(i.unread, errAside):
-		return fmt.Sprintf("the inventory of nodes lacks what %s has: stop the cloud, mend that file and rename it to %s, "+
+		return fmt.Sprintf("the inventory of nodes lacks the nodes in %s: stop the cloud, repair that file and rename "+
+			"it to %s, "+
 			"or remove it; then start the cloud", i.path+badSuffix, i.path)
 	case i.unread != nil:
 		return fmt.Sprintf("the inventory of nodes cannot be read: %v: mend the file or remove it, and restart the cloud",
@@ -498,7 +499,7 @@ func (i *Inventory) Run(ctx context.Context) error {
 	i.mu.Unlock()
 	switch {
 	case errors.Is(unread, errAside):
-		i.log.Warn("the inventory of nodes lacks those of a damaged file", "target", i.path+badSuffix, "err", unread)
+		i.log.Warn("the inventory of nodes lacks the nodes in a damaged file", "target", i.path+badSuffix, "err", unread)
 	case unread != nil:
 		i.log.Warn("the inventory of nodes cannot be used; it starts empty", "target", i.path, "err", unread)
 		if errors.Is(unread, errContent) {

@@ -8,9 +8,9 @@ import (
 // podOwners finds the Node in whose networks of pods an address is. An EndpointSlice that a user has written need not
 // say on which node its endpoints are.
 //
-// A kubelet may set spec.podCIDRs of its own Node once, so a network must not be wider than one Node can need, must hold
-// no address of the control plane, and an address that several Nodes claim belongs to none. InternalIPs do not count: a kubelet writes them at any time, and
-// machines of different sites have the same ones. See also claims.go.
+// A kubelet may set spec.podCIDRs of its own Node once. So a network must not be wider than one Node can need, it must
+// hold no address of the control plane, and an address that several Nodes claim belongs to none. InternalIPs do not
+// count: a kubelet writes them at any time, and machines of different sites have the same ones. See also claims.go.
 type podOwners struct {
 	of      map[string][]netip.Prefix // the networks of each Node
 	at      map[netip.Prefix][]string // the Nodes that have a network; mostly one
@@ -31,7 +31,8 @@ func newPodOwners() *podOwners {
 	}
 }
 
-// setControl replaces the addresses of a Node of the control plane; nil: it is none. It reports whether they have changed.
+// setControl replaces the addresses of a Node of the control plane; nil: it is none. It reports whether they have
+// changed.
 func (o *podOwners) setControl(node string, addrs []netip.Addr) bool {
 	if slices.Equal(o.control[node], addrs) {
 		return false

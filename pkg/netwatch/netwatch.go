@@ -84,7 +84,7 @@ func (w *Watcher) watch(ctx context.Context, events chan<- struct{}) {
 		}
 		if !warned {
 			warned = true
-			w.log.Info("changes of routes are noticed late, by timeouts", "err", err)
+			w.log.Info("the kernel reports no route changes: the edge notices them by timeouts", "err", err)
 		}
 		// A subscription that has lasted for a while has worked, so its failure may have lost changes.
 		if !told || time.Since(began) >= again {

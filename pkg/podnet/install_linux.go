@@ -97,7 +97,7 @@ func Uninstall(confDir, binDir, dataDir string) error {
 		}
 	}
 	if err := checkNoPods(conf.Bridge); err != nil {
-		return fmt.Errorf("the network configuration is removed, the rest is not: %w, and repeat", err)
+		return fmt.Errorf("the network configuration is removed, and nothing else: %w; then run the command again", err)
 	}
 	return errors.Join(
 		remove(filepath.Join(binDir, cni.Program)),

@@ -331,8 +331,8 @@ func (n *Node) read() ([]byte, error) {
 		return nil, fmt.Errorf("reading the network configuration: %w", err)
 	}
 	if foreign := cni.Foreign(data); foreign != "" {
-		return nil, fmt.Errorf("%s is not of this edge, which leaves the node alone (%s): remove the file, or the table "+
-			"[mode.edge.cni]", n.file(), foreign)
+		return nil, fmt.Errorf("this edge did not write %s (%s), so it changes nothing on this node: remove the file, or "+
+			"the table [mode.edge.cni]", n.file(), foreign)
 	}
 	return append([]byte{}, data...), nil // not nil for an empty file, since nil means that there is no file
 }

@@ -474,7 +474,7 @@ func TestWrittenByHand(t *testing.T) {
 				t.Fatal(err)
 			}
 			runs(t, n, func(t *testing.T) {
-				wantNote(t, n, `10-tunnel.conflist is not of this edge, which leaves the node alone (json: unknown field "bridge")`)
+				wantNote(t, n, `10-tunnel.conflist (json: unknown field "bridge"), so it changes nothing on this node`)
 				if data, err := os.ReadFile(n.file()); err != nil || string(data) != byHand || k.called() != 0 {
 					t.Errorf("the file is %s, %v; the kernel was changed %d times", data, err, k.called())
 				}

@@ -142,8 +142,8 @@ func splitAddress(address string) (host string, port int, err error) {
 			"write host:port, such as tunnel.example.com:9000, not %q", address)
 	}
 	if leadsNowhere(host) {
-		return "", 0, fmt.Errorf("%s leads nowhere from another machine: "+
-			"--address is what edges dial, a name or an address of this one", host)
+		return "", 0, fmt.Errorf("%s cannot be dialled by other machines: "+
+			"--address is what edges dial, a name or an address of this machine", host)
 	}
 	if !conf.IsHost(host) {
 		return "", 0, fmt.Errorf("--address: %q is neither a name nor an IP address", host)

@@ -57,7 +57,7 @@ func ReadJoinToken(ctx context.Context, in io.Reader, prompt io.Writer, file str
 	word := strings.Trim(strings.TrimSpace(string(text)), `'"`)
 	switch {
 	case word == "" && file != "":
-		return auth.JoinToken{}, fmt.Errorf("%s is empty: it is to hold the token, tunnel1.…, "+
+		return auth.JoinToken{}, fmt.Errorf("%s is empty: write the token into it, tunnel1.…, "+
 			"that `tunnel token create` prints on the cloud", file)
 	case word == "":
 		return auth.JoinToken{}, errors.New("there is no token on standard input: paste the line that " +
@@ -101,7 +101,7 @@ func ForNode(token auth.JoinToken, name string, env conf.Env) (auth.JoinToken, e
 }
 
 // ErrInterrupted is returned by Join and ReadJoinToken when their context is done.
-var ErrInterrupted = errors.New("interrupted; it may be run again")
+var ErrInterrupted = errors.New("interrupted; you can run the command again")
 
 // readHidden reads a line from a terminal without echo. Afterwards the terminal echoes again,
 // also after an error or an interrupt.

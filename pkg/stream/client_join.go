@@ -277,7 +277,7 @@ func explain(err error) error {
 		hint = "servername in [mode.edge.stream.client] must be the cloud's grpcport, which speaks TLS; " +
 			"something else answers there"
 	case isHungUp(err):
-		hint = "what answers there has ended the connection before it showed a certificate: is that the cloud's port, " +
+		hint = "the server there ended the connection before it showed a certificate: is that the cloud's port, " +
 			"and does a balancer in front of it send the PROXY protocol? The cloud's log says more"
 	case errors.Is(err, syscall.ECONNREFUSED):
 		hint = "is the cloud running, and is servername in [mode.edge.stream.client] its address?"

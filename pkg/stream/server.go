@@ -320,8 +320,8 @@ func (s *Server) serve(
 	if web != nil {
 		listening.Go(func() { servers.near.Serve(web.passed) }) //nolint:errcheck // see above
 		listening.Go(func() {
-			if err := web.serve(); err != nil {
-				failed <- err
+			if webErr := web.serve(); webErr != nil {
+				failed <- webErr
 			}
 		})
 		closeLater(web.close)

@@ -114,7 +114,8 @@ func (o *offer) sockets() []listen.Copy {
 }
 
 // ErrVersion is the error of Join if another version of this program, with other messages, has started this process.
-var ErrVersion = errors.New("the running process hands over in another way: stop it, and then start the new one")
+var ErrVersion = errors.New("the running process uses another version of the takeover messages: " +
+	"stop it, and then start the new one")
 
 // want reads the next message, and returns it if expected returns true for it. If the other process has sent Failed,
 // want returns that Failure as its error.
@@ -127,7 +128,7 @@ func want(from *json.Decoder, expected func(*message) bool) (*message, error) {
 	case m.Failed != nil:
 		return nil, m.Failed
 	case !expected(m):
-		return nil, errors.New("the other process has sent something else than expected")
+		return nil, errors.New("the other process sent an unexpected message")
 	}
 	return m, nil
 }

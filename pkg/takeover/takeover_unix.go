@@ -211,7 +211,7 @@ func Join(value string) (*Predecessor, error) {
 	conn, err := net.FileConn(file)
 	file.Close()
 	if err != nil {
-		return nil, fmt.Errorf("%s is set, and this process was not started by another one: %w", Variable, err)
+		return nil, fmt.Errorf("%s is set, but no running process started this one: unset it: %w", Variable, err)
 	}
 	p := &Predecessor{conn: conn, in: json.NewDecoder(conn), out: json.NewEncoder(conn)}
 	m, err := want(p.in, func(m *message) bool { return m.Offer != nil })

@@ -98,9 +98,10 @@ func NewEdge(policy Policy, cfg EdgeConfig) *Edge {
 		cfg.Core = new(tunnel.Counters)
 	}
 	e := &Edge{
-		policy: policy, counters: cfg.Counters, core: cfg.Core, log: cfg.Log, single: cfg.OneTarget, most: int64(cfg.PerCaller),
-		idle: edgeIdleTime, refused: refusedTime,
-		conns: make(map[*edgeConn]struct{}), callers: make(map[string]*callerFlows), refusals: make(map[netip.AddrPort]time.Time),
+		policy: policy, counters: cfg.Counters, core: cfg.Core, log: cfg.Log, single: cfg.OneTarget,
+		most: int64(cfg.PerCaller), idle: edgeIdleTime, refused: refusedTime,
+		conns: make(map[*edgeConn]struct{}), callers: make(map[string]*callerFlows),
+		refusals: make(map[netip.AddrPort]time.Time),
 	}
 	e.SetFlows(cfg.Flows)
 	return e

@@ -201,7 +201,7 @@ func (m *mux) logFailed(err error) {
 	switch {
 	case p.router == nil && tooOld(err): // with a router, the answer comes from the cloud, not from an edge
 		if n, ok := p.warnFailed.Allow(); ok {
-			m.log.Warn("the tunnel of the edge is too old for UDP: install version "+p.software+" there, as here",
+			m.log.Warn("the edge is too old for UDP: install version "+p.software+" there, as here",
 				"err", err, "skipped", n)
 		}
 	case tunnel.CodeOf(err) == tunnel.Overloaded:

@@ -316,8 +316,8 @@ func tryHold(ctx context.Context, door string, halfClosed bool, up func()) error
 	return err
 }
 
-// tryHTTPS gets a page, on a connection of its own. The error is rig.ErrLate if the front door may have hung up on a caller
-// that was silent.
+// tryHTTPS gets a page, on a connection of its own. The error is rig.ErrLate if the front door may have hung up on a
+// caller that was silent.
 func (p *pair) tryHTTPS(terminated bool) func(ctx context.Context, _ func()) error {
 	pool := x509.NewCertPool()
 	pool.AppendCertsFromPEM(p.CA().CertPEM())

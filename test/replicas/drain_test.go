@@ -70,7 +70,7 @@ func TestRollingRestart(t *testing.T) {
 	t.Logf("%d requests, %d streams of %d bytes in all", len(load.results), streams.whole, streams.bytes)
 }
 
-// TestDrainCommand takes a replica out of the rotation by `tunnel drain`. No request fails, a stream goes on, and new
+// TestDrainCommand takes a replica out of service by `tunnel drain`. No request fails, a stream goes on, and new
 // callers of the drained replica are refused. It then stops as any other replica.
 func TestDrainCommand(t *testing.T) {
 	t.Parallel()

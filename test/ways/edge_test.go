@@ -152,7 +152,7 @@ func edges() map[string]broken {
 				s.cloudRuns()
 				return nil
 			},
-			"way to", "tls", "fail", "another CA has signed the certificate", "if the cloud has a new CA, copy it",
+			"way to", "tls", "fail", "a CA that the edge does not trust signed the server", "if the cloud has a new CA, copy it",
 		},
 		"DNS leads elsewhere": {
 			func(s *site) []string {
@@ -357,7 +357,7 @@ func TestSessionHidesNoMistake(t *testing.T) {
 	s.must(err)
 	for _, tt := range []struct{ old, now, cause string }{
 		{"tunnel.cloud.io", "other.example.com", "not made out to other.example.com"},
-		{"ca.crt", "other.crt", "another CA has signed the certificate"},
+		{"ca.crt", "other.crt", "a CA that the edge does not trust signed the server"},
 		{s.GRPC(), l7(s, s.CA(), false, false), "no HTTP/2"},
 	} {
 		s.edit("edge.toml", tt.old, tt.now)

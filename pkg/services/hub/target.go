@@ -42,7 +42,7 @@ func (h *Hub) target(from tunnel.NodeName, text string) (tunnel.Request, *tunnel
 	}
 	if value == nil {
 		return tunnel.Request{}, tunnel.Refusef(tunnel.Denied,
-			"%s is no endpoint of a Service that edges may know; it may have been deleted a moment ago", target.Endpoint)
+			"%s is not an endpoint of a Service that this cloud sends to edges; it may just have been deleted", target.Endpoint)
 	}
 	var e services.Endpoint
 	if err = proto.Unmarshal(value, &e); err != nil {

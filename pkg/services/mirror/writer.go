@@ -120,7 +120,7 @@ func (w *Writer) note(problems map[string]string, err error) {
 	w.mu.Unlock()
 	for _, key := range slices.Sorted(maps.Keys(problems)) {
 		if problems[key] != before[key] {
-			w.m.log.Warn("a Service has no twin, or not all of it", "target", key, "err", problems[key])
+			w.m.log.Warn("a Service has no complete twin", "target", key, "err", problems[key])
 		}
 	}
 	if err != nil && beforeErr == nil {

@@ -168,9 +168,9 @@ func (r *Relay) describeLocked(f frontend, name string, endpoints []services.Nam
 		why[one.Path] = Verdict{Usable: true, Why: text}
 	}
 	for _, one := range w.far {
-		v := Verdict{Usable: true, Why: "the tunnel leads to it"}
+		v := Verdict{Usable: true, Why: "it is reachable through the tunnel"}
 		if len(w.direct) > 0 && !rule.relayed() {
-			v = Verdict{Why: "the tunnel leads to it, but this node reaches others by itself"}
+			v = Verdict{Why: "it is reachable through the tunnel, but this node reaches others by itself"}
 		}
 		why[one.Path] = v
 	}

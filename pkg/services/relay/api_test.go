@@ -110,7 +110,7 @@ func TestExplain(t *testing.T) {
 		usable bool
 		why    string
 	}{
-		"10.88.2.5":    {true, "the tunnel leads to it"},
+		"10.88.2.5":    {true, "it is reachable through the tunnel"},
 		"10.88.2.6":    {false, "it is not ready"},
 		"fd00:88:2::5": {false, "it is of the other family"},
 		"10.88.4.5": {false, `the tunnel does not lead to it: it is on no edge node, and [mode.cloud.services] allow ` +

@@ -164,7 +164,7 @@ func (r *Relay) write(
 	}
 	if err := k.forget(before, after); err != nil {
 		if n, ok := r.warnForget.Allow(); ok {
-			r.log.Warn("flows of UDP keep their old way until they have been idle for a while", "err", err, "skipped", n)
+			r.log.Warn("existing UDP flows keep their old endpoint until they are idle", "err", err, "skipped", n)
 		}
 	}
 	return nil
@@ -227,8 +227,8 @@ func (d *door) accept(ln net.Listener) error {
 	return nil
 }
 
-// lastCallers is how long the relay still accepts connections after the kernel redirects no more to it. The kernel would
-// reset those that wait in the listener's queue, or whose handshake is not complete.
+// lastCallers is how long the relay still accepts connections after the kernel stops redirecting them to it. The kernel
+// would reset those that wait in the listener's queue, or whose handshake is not complete.
 const lastCallers = 500 * time.Millisecond
 
 // close stops the redirects in the kernel, and closes the listeners. The table stays while conns live: the kernel
@@ -256,7 +256,7 @@ func (d *door) drain() {
 	pending, all := d.all()
 	maps.Copy(all, pending)
 	if err := d.relay.kernel.forget(all.toRelay(), nil); err != nil {
-		d.relay.log.Warn("flows of UDP lead to the edge after its end", "err", err)
+		d.relay.log.Warn("existing UDP flows still go to this edge, which is stopping", "err", err)
 	}
 }
 
@@ -446,8 +446,8 @@ func (r *Relay) mayDial(e *services.Endpoint, at netip.AddrPort) error {
 	if routed || permits == nil && r.Home(at.Addr()) || permits != nil && permits(at) {
 		return nil
 	}
-	return tunnel.Refusef(tunnel.Denied, "%s is said to be on this node, but it is no address of the node or of its "+
-		"pods: permit it by allow in [mode.edge], if it is one", at)
+	return tunnel.Refusef(tunnel.Denied, "an EndpointSlice places %s on this node, but neither the node nor a pod has "+
+		"that address: if it is right, add it to allow in [mode.edge]", at)
 }
 
 // directControl is net.Dialer.Control for the dial to an endpoint that this node reaches by itself. The kernel's rules

@@ -96,7 +96,8 @@ func (r *Relay) serveDNS(ctx context.Context, fail context.CancelCauseFunc) {
 }
 
 // errNoDNS says that the state has no Service whose queries the edge could answer.
-var errNoDNS = errors.New("dns = true: the cloud has told of no Service for DNS: it needs a ClusterIP, port 53, " +
+var errNoDNS = errors.New("dns = true, but the cloud has sent no Service for DNS: that Service needs a ClusterIP, " +
+	"port 53, " +
 	"the namespace kube-system, and the name kube-dns or the label k8s-app=kube-dns; " +
 	"see also namespaces in [mode.cloud.services]")
 

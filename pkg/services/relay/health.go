@@ -109,7 +109,7 @@ func (r *Relay) openHealth(
 			return false
 		}
 		if n, ok := r.warnHealth.Allow(); ok {
-			r.log.Warn("load balancers are not told whether this node has endpoints: the edge tries again",
+			r.log.Warn("the health check port of a Service cannot be opened: the edge tries again",
 				"service", nameOf(at.path), "err", err, "skipped", n)
 		}
 		return false

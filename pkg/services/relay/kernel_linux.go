@@ -75,8 +75,8 @@ func RemoveRules(log *slog.Logger) (stay bool) {
 	stay, err := (&linux{}).tryRemove(log)
 	if isDenied(err) && hasAddress() {
 		log.Warn("rules of an earlier edge with [mode.edge.services] may be in force, and this one lacks CAP_NET_ADMIN to "+
-			"remove them: run nft delete table inet "+tableName+" on the node; without 169.254.77.1 on loopback, this warning "+
-			"does not come again (docs/services.md, Remove it)", "table", tableName)
+			"remove them: run nft delete table inet "+tableName+" on the node; to end this warning, also remove "+
+			"169.254.77.1 from loopback (docs/services.md, Remove it)", "table", tableName)
 	}
 	RemoveDNSRules(log)
 	return stay

@@ -45,8 +45,7 @@ func (r *Relay) Collector() prometheus.Collector {
 		redirected: desc("tunnel_services_redirected_addresses",
 			"Addresses and ports of Services that this edge serves: by rules of the kernel, or through the tunnel."),
 		stale: desc("tunnel_services_stale_seconds",
-			"How long the state of Services has not been known to be that of the cloud. "+
-				"0: it is. -1: this edge has never had it."),
+			"Seconds since the state of Services was last equal to the cloud's. 0: it is. -1: never."),
 		live: desc("tunnel_services_conns",
 			"Connections to Services that this edge relays now, or for which it looks for an endpoint."),
 		results: desc("tunnel_services_conns_total",

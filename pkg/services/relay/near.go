@@ -220,10 +220,11 @@ func (n *Near) leave(node string, p *nearPeer, failures int, err error, gaveUp b
 	}
 	switch skipped, ok := n.told.Allow(); {
 	case ok && now > 0:
-		n.log.Warn("the edge of a node that seems to be of this site cannot be reached over the local network: conns to "+
-			"endpoints there go through the cloud", "target", node, "err", err, "skipped", skipped)
+		n.log.Warn("an edge that seems to be in this site did not answer over the local network: "+
+			"its conns go through the cloud",
+			"peer", node, "err", err, "skipped", skipped)
 	case ok:
-		n.log.Info("conns to endpoints on a node of this site go there over the local network", "target", node,
+		n.log.Info("conns to endpoints on a node of this site go there over the local network", "peer", node,
 			"skipped", skipped)
 	}
 }
@@ -349,7 +350,7 @@ func (n *Near) shakeHands(ctx context.Context, node tunnel.NodeName, addr netip.
 	conf.VerifyConnection = func(state tls.ConnectionState) error {
 		named, err := n.verify(state)
 		if err == nil && named != node {
-			err = fmt.Errorf("the edge of node %s is there", named)
+			err = fmt.Errorf("the edge of node %s answered", named)
 		}
 		return err
 	}
@@ -378,7 +379,7 @@ func (n *Near) tls() *tls.Config {
 // verify returns the node at the other end of a TLS connection.
 func (n *Near) verify(state tls.ConnectionState) (tunnel.NodeName, error) {
 	if state.NegotiatedProtocol != nearProtocol || len(state.PeerCertificates) == 0 {
-		return "", errors.New("no edge is there that has near in [mode.edge.services]")
+		return "", errors.New("the peer is not an edge with near in [mode.edge.services]")
 	}
 	return n.cfg.Verify(state.PeerCertificates)
 }

@@ -301,7 +301,7 @@ func (r *Relay) noteBeside(d *door) {
 	r.beside = err
 	r.mu.Unlock()
 	if err != nil && before == nil {
-		r.log.Warn("kube-proxy has come to this node, so two programs serve its Services", "err", err)
+		r.log.Warn("rules of kube-proxy have appeared on this node: two programs now serve its Services", "err", err)
 	}
 }
 
@@ -395,7 +395,7 @@ func (r *Relay) noteFile(err error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if err != nil && r.unkept == nil {
-		r.log.Warn("the state of Services is in memory alone", "file", r.cfg.File, "err", err)
+		r.log.Warn("the state of Services is only in memory", "file", r.cfg.File, "err", err)
 	}
 	r.unkept = err
 }
@@ -426,7 +426,7 @@ func (r *Relay) Note() string {
 	defer r.mu.RUnlock()
 	var stale error
 	if !r.current && r.loaded {
-		stale = errors.New("the state is stale " + r.staleLocked())
+		stale = r.staleLocked()
 		if r.watch != nil {
 			stale = fmt.Errorf("%w: %w", stale, r.watch)
 		}
@@ -442,12 +442,12 @@ func (r *Relay) Note() string {
 	return ""
 }
 
-// staleLocked says how long the state is stale, as part of a sentence. The caller holds mu.
-func (r *Relay) staleLocked() string {
+// staleLocked says since when the state may be out of date. The caller holds mu.
+func (r *Relay) staleLocked() error {
 	if r.since.IsZero() {
-		return "since ever: the cloud has never sent it"
+		return errors.New("the cloud has never sent the Services of the cluster")
 	}
-	return "since " + r.since.UTC().Format(time.RFC3339)
+	return fmt.Errorf("the state of Services is out of date since %s", r.since.UTC().Format(time.RFC3339))
 }
 
 // Status says what the relay serves.

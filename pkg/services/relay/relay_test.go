@@ -335,7 +335,7 @@ func TestStreamEnds(t *testing.T) {
 	c.failed <- status.Error(codes.Unimplemented, "")
 	testkit.Eventually(t, "the note says what to do", func() bool {
 		note := r.Note()
-		return strings.Contains(note, "stale since 20") && strings.Contains(note, "[mode.cloud.services]")
+		return strings.Contains(note, "out of date since 20") && strings.Contains(note, "[mode.cloud.services]")
 	})
 	next := <-c.nexts
 	r.mu.RLock()
@@ -507,7 +507,7 @@ func TestStartsFromTheFile(t *testing.T) {
 	offline := again(r, k, away)
 	second := testkit.Run(t, offline.Run)
 	wantRedirected(t, k, both...)
-	if note := offline.Note(); !strings.Contains(note, "stale since 20") {
+	if note := offline.Note(); !strings.Contains(note, "out of date since 20") {
 		t.Errorf("note: %s", note)
 	}
 	next := <-away.nexts
