@@ -459,6 +459,31 @@ func TestAgentSlowReader(t *testing.T) {
 	}
 }
 
+// What a target has sent before its reset arrives, also at a caller that reads later.
+func TestAgentResetBehindBytes(t *testing.T) {
+	r := newAgentsRig(t, nil)
+	r.agent(t, "n1", nil)
+	want := bytes.Repeat([]byte("before the reset"), 1<<10) // so few that the kernel of the target sends them at once
+	for range 20 {
+		c := r.dial(t, "n1", testkit.Serve(t, func(c *net.TCPConn) {
+			io.ReadFull(c, make([]byte, 1))
+			c.Write(want) // it closes with unread input: a reset
+		}))
+		io.WriteString(c, "xy")
+		one := c.(*Conn)
+		testkit.Eventually(t, "the reset has come", func() bool {
+			one.m.mu.Lock()
+			defer one.m.mu.Unlock()
+			return one.closeReceived || one.aborted
+		})
+		got, err := io.ReadAll(c)
+		if !bytes.Equal(got, want) || !errors.Is(err, tunnel.ErrReset) {
+			t.Fatalf("%d of %d bytes, and then %v", len(got), len(want), err)
+		}
+		c.Close()
+	}
+}
+
 func TestAgentDrains(t *testing.T) {
 	r := newAgentsRig(t, nil)
 	r.agentGrace = 20 * time.Second

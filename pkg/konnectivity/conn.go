@@ -42,6 +42,7 @@ type Conn struct {
 	unsent        int         // bytes in the send queue, packetCost included
 	lastSent      time.Time   // when data of this conn were last sent
 	closeReceived bool        // the peer has closed: only the packets in queue are left to read
+	resetBehind   bool        // the peer has reset the conn: the error comes behind the packets in queue
 	writeClosed   bool        // CloseWrite was called
 	readClosed    bool        // CloseRead was called
 	closeSent     bool        // our close is sent or queued, or there is no need to send one
@@ -162,6 +163,8 @@ func (c *Conn) Read(b []byte) (int, error) {
 			c.queue = c.queue[1:]
 			c.consumedLocked(n + packetCost)
 			return n, nil
+		case c.resetBehind && !c.readClosed && !c.closeSent:
+			return 0, &net.OpError{Op: "read", Net: Addr{}.Network(), Err: tunnel.ErrReset}
 		case c.closeReceived || c.readClosed || c.closeSent:
 			return 0, io.EOF
 		}

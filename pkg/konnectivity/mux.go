@@ -285,7 +285,8 @@ func (m *mux) blockerLocked(c *Conn, cost int) (blocker *Conn) {
 }
 
 // peerClosed handles a received close request or response. If the peer sent an error, why is its
-// text, and the conn is reset. known is false if the stream has no such conn.
+// text, and the conn is reset, behind the data that the reader has not taken. known is false if the stream has no
+// such conn.
 func (m *mux) peerClosed(id int64, why string) (known bool) {
 	m.mu.Lock()
 	c := m.conns[id]
@@ -298,10 +299,10 @@ func (m *mux) peerClosed(id int64, why string) (known bool) {
 		m.sendLocked(&Packet{Type: PacketCloseRsp, ConnID: id}, nil)
 	}
 	var callback func()
-	if why != "" && !c.closeSent {
+	if why != "" && !c.closeSent && len(c.queue) == 0 {
 		callback = c.abortLocked()
 	} else {
-		c.closeReceived = true
+		c.closeReceived, c.resetBehind = true, why != ""
 		c.cond.Broadcast()
 		callback = c.onStop
 		if m.agent {
