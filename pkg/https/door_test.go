@@ -470,7 +470,7 @@ func TestStrangersWithACertificate(t *testing.T) {
 		t.Run(proto, func(t *testing.T) {
 			r := newRig(t, nil, nil)
 			if proto == "h2" {
-				r.door.strangerTimeout = 2 * time.Second
+				r.door.strangerTimeout = 5 * time.Second
 			}
 			r.start()
 			count := r.door.strangers.Len

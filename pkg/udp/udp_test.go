@@ -222,12 +222,12 @@ func TestAllow(t *testing.T) {
 // A flow ends when it is idle, at both ends, and a conn without flows ends, too.
 func TestIdleFlowsEnd(t *testing.T) {
 	r := run(t, Listener{Target: target(t, echo)}, func(f *FrontDoor, e *Edge) {
-		f.idle, f.keep, e.idle = 2*time.Second, 100*time.Millisecond, time.Minute
+		f.idle, f.keep, e.idle = 5*time.Second, 100*time.Millisecond, time.Minute
 	})
 	busy, idle := r.caller(), r.caller()
 	ask(t, idle, "once")
 	testkit.Within(t, patience, "one flow ends", func() error {
-		ask(t, busy, "again") // much more often than every two seconds
+		ask(t, busy, "again") // much more often than every five seconds
 		if r.door.cfg.Counters.Flows.Load() == 1 && r.edge.counters.Flows.Load() == 1 {
 			return nil
 		}
@@ -471,12 +471,22 @@ func TestDrain(t *testing.T) {
 
 func TestDrainEndsAfterTheGracePeriod(t *testing.T) {
 	r := run(t, Listener{Target: target(t, echo)}, func(f *FrontDoor, _ *Edge) { f.grace = 50 * time.Millisecond })
-	ask(t, r.caller(), "x")
+	c := r.caller()
+	ask(t, c, "x")
+	used := make(chan struct{})
+	go func() { // so that the flow is not idle, and only the end of the grace period can end it
+		defer close(used)
+		for n := 0; n < 1000 && r.door.cfg.Counters.Flows.Load() > 0; n++ {
+			c.Write([]byte("x"))
+			time.Sleep(100 * time.Millisecond)
+		}
+	}()
 	start := time.Now()
 	r.stop()
-	if err := r.wait(); err != nil || time.Since(start) > drainIdle {
+	if err := r.wait(); err != nil || time.Since(start) > patience {
 		t.Errorf("%v after %v", err, time.Since(start))
 	}
+	<-used
 }
 
 // When the edge stops, its conns end by themselves, and the cloud opens flows by another conn.

@@ -32,7 +32,7 @@ const (
 	// moved is how long it may take after a change of the edge's address until a new session is there. The edge
 	// hears of the change after 0.3 s, and gives the cloud 3 s to answer on the old connection. Without the kernel's
 	// word it would notice nothing for 14 s.
-	moved = 8 * time.Second
+	moved = 12 * time.Second
 
 	cloudIP = "10.1.0.1"
 	edgeIP  = "10.1.0.2"
