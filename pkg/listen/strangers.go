@@ -286,6 +286,22 @@ func (st *Stranger) Release() {
 	}
 }
 
+// EvictAll closes all connections that have a place.
+func (s *Strangers) EvictAll() {
+	var all []*Stranger
+	s.mu.Lock()
+	for e := s.all.Front(); e != nil; e = e.Next() {
+		all = append(all, e.Value.(*Stranger))
+	}
+	for _, st := range all {
+		s.removeLocked(st)
+	}
+	s.mu.Unlock()
+	for _, st := range all {
+		st.evict()
+	}
+}
+
 // Know notes that the source to which the address a belongs is known.
 func (s *Strangers) Know(a netip.Addr) { s.remember(s.scopes(a)[0].prefix) }
 

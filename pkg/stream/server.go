@@ -219,7 +219,7 @@ func (s *Server) Run(ctx context.Context) error {
 		s.stopping.Store(true)
 		s.draining.Store(true)
 		s.drain()
-		stop(servers.all()...)
+		s.stop(servers.all()...)
 	}()
 	err = s.serve(ctx, listeners, web, servers)
 	if tunnel.IsClosed(s.leaving) {
@@ -409,12 +409,16 @@ func (s *Server) Stay(nodes []tunnel.NodeName) {
 func (s *Server) Alone() bool { return s.cfg.Replicas == nil || len(s.cfg.Replicas.Joined()) == 0 }
 
 // stop ends gRPC servers, after the Server has told every session to end. If edges do not close their
-// connections within a second, stop closes the connections.
-func stop(servers ...*grpc.Server) {
+// connections within a second, stop closes the connections. It also closes those of strangers: gRPC would wait for
+// their handshakes.
+func (s *Server) stop(servers ...*grpc.Server) {
 	var wg sync.WaitGroup
 	for _, server := range servers {
 		wg.Go(func() {
-			timer := time.AfterFunc(time.Second, server.Stop)
+			timer := time.AfterFunc(time.Second, func() {
+				s.strangers.EvictAll()
+				server.Stop()
+			})
 			defer timer.Stop()
 			server.GracefulStop() // waits for the handlers
 		})

@@ -39,6 +39,26 @@ func onFakeClock(t *testing.T, test func(t *testing.T, r *rig), change ...func(*
 	bubble(t, func(t *testing.T) { test(t, newRigOn(t, newMemNet(), change...)) })
 }
 
+// Strangers who connect shortly before the end do not delay a cloud that stops.
+func TestStrangersDoNotDelayTheStop(t *testing.T) {
+	onFakeClock(t, func(t *testing.T, r *rig) {
+		for _, first := range []string{"", "\x16"} { // nothing, or half a record of TLS
+			c, err := r.net.dial(t.Context(), "", "")
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer c.Close()
+			io.WriteString(c, first)
+		}
+		synctest.Wait()
+		start := time.Now()
+		r.running.Stop()
+		if took := time.Since(start); took > 2*time.Second {
+			t.Errorf("the stop took %v", took)
+		}
+	})
+}
+
 // A path that swallows everything without a word is noticed by both ends within the
 // 15 s of keepalive, and their conns end as resets. When it works again the node is
 // back.
