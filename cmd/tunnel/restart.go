@@ -288,7 +288,7 @@ func (r *restarter) restart(ctx context.Context) (*restarted, error) {
 	}
 	log.Info("a new process starts, to take over from this one", "pid", next.PID(), "target", program)
 	if err = r.hand(ctx, next); err != nil {
-		next.Kill() //nolint:errcheck // it never fails
+		next.Kill()
 		if ctx.Err() != nil {
 			log.Info("no new process takes over, since this one stops")
 			return nil, errStops

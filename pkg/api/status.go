@@ -153,7 +153,7 @@ func (s *Server) counts(sessions []*tunnel.Session) Counts {
 		out.Nodes = len(sessions)
 	}
 	if s.cfg.Inventory != nil {
-		out.Remembered = len(s.cfg.Inventory.Names())
+		out.Remembered = s.cfg.Inventory.Len()
 	}
 	for _, code := range tunnel.Codes() {
 		if n := c.Refusals(code); n > 0 {

@@ -468,7 +468,7 @@ func TestCheck(t *testing.T) {
 	}{
 		"the address is gone": {func(p *pod) {
 			inPod(p, func(l netlink.Link) error { return netlink.AddrDel(l, &netlink.Addr{IPNet: only(p.addrs[1])}) })
-		}, "has not the address fd00:88:1::2/128"},
+		}, "does not have the address fd00:88:1::2/128"},
 		"the route is gone": {func(p *pod) {
 			inPod(p, func(l netlink.Link) error {
 				return netlink.RouteDel(&routesOf(l.Attrs().Index, gatewayOf(p.c.conf.Subnets[0]))[1])

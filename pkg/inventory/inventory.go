@@ -27,7 +27,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"maps"
 	"os"
 	"slices"
 	"strings"
@@ -427,15 +426,11 @@ func (i *Inventory) Known() bool {
 	return i.unread == nil
 }
 
-// Names returns the names of all nodes, in no order.
-func (i *Inventory) Names() []tunnel.NodeName {
+// Len returns how many nodes the inventory has.
+func (i *Inventory) Len() int {
 	i.mu.Lock()
 	defer i.mu.Unlock()
-	all := make([]tunnel.NodeName, 0, len(i.nodes))
-	for n := range maps.Keys(i.nodes) {
-		all = append(all, n)
-	}
-	return all
+	return len(i.nodes)
 }
 
 // ServeServices returns the names of all nodes whose edges serve Services, in no order.

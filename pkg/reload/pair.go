@@ -18,7 +18,7 @@ type Pair struct {
 }
 
 // NewPair reads a certificate with its intermediates, and its key, in PEM. One file may hold both.
-// It is an error if certificate and key do not match. The files are followed only while Run runs.
+// It is an error if certificate and key do not match. Give the Pair to Files to follow them.
 func NewPair(certFile, keyFile string, log *slog.Logger) (*Pair, error) {
 	p := &Pair{followed: followed{paths: []string{certFile, keyFile}, log: log, watch: Watch}}
 	if certFile == keyFile {

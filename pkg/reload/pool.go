@@ -16,7 +16,7 @@ type Pool struct {
 	current atomic.Pointer[x509.CertPool] // the pool in use; replaced as a whole
 }
 
-// NewPool reads certificates in PEM. The file is followed only while Run runs.
+// NewPool reads certificates in PEM. Give the Pool to Files to follow the file.
 func NewPool(file string, log *slog.Logger) (*Pool, error) {
 	p := &Pool{followed: followed{paths: []string{file}, log: log, watch: Watch}}
 	p.adopt = p.adoptPool

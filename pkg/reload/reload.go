@@ -95,12 +95,6 @@ type followed struct {
 	valid validity   // validity of the state in use
 }
 
-// Run follows the files until ctx is done. It never returns an error.
-func (f *followed) Run(ctx context.Context) error {
-	follow(ctx, f.watch, f.log, f)
-	return nil
-}
-
 // follow follows the files of all until ctx is done. It uses one watch for all files, because Linux permits a
 // user only a few (fs.inotify.max_user_instances).
 func follow(ctx context.Context, watch watchFunc, log *slog.Logger, all ...*followed) {

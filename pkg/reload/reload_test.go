@@ -384,3 +384,9 @@ func TestFiles(t *testing.T) {
 		t.Errorf("note %q, log:\n%s", files.Note(), j)
 	}
 }
+
+// Run follows the files until ctx is done.
+func (f *followed) Run(ctx context.Context) error {
+	follow(ctx, f.watch, f.log, f)
+	return nil
+}

@@ -19,7 +19,8 @@ func ExampleStart() {
 		return
 	}
 	if err = next.Ready(ctx); err != nil {
-		fmt.Println(err, next.Kill())
+		next.Kill()
+		fmt.Println(err)
 		return
 	}
 	sockets.Pause(listen.Edges)
@@ -28,7 +29,8 @@ func ExampleStart() {
 	}
 	if err != nil {
 		sockets.Resume(listen.Edges)
-		fmt.Println(err, next.Kill())
+		next.Kill()
+		fmt.Println(err)
 		return
 	}
 	sockets.Leave()

@@ -72,7 +72,9 @@ func Start(cfg Config) (*Successor, error) {
 		s.failed = s.wait()
 	}()
 	if err = s.out.Encode(message{Offer: o}); err != nil {
-		return s, errors.Join(s.why(err), s.Kill())
+		err = s.why(err)
+		s.Kill()
+		return nil, err
 	}
 	return s, nil
 }
@@ -177,11 +179,10 @@ func (s *Successor) why(err error) error {
 func (s *Successor) Release() { s.conn.Close() }
 
 // Kill ends the new process.
-func (s *Successor) Kill() error {
+func (s *Successor) Kill() {
 	s.cmd.Process.Kill() //nolint:errcheck // it fails only if the process has ended already
 	<-s.ended
 	s.conn.Close() // last: if a new process that still runs saw the close, it would think that this one ended, and serve
-	return nil
 }
 
 // Predecessor stands in the new process for the old process. nil: there is no old process.

@@ -34,7 +34,7 @@ func (*Successor) Ready(context.Context) error   { return errWindows }
 func (*Successor) Go([]tunnel.NodeName) error    { return errWindows }
 func (*Successor) Serving(context.Context) error { return errWindows }
 func (*Successor) Release()                      {}
-func (*Successor) Kill() error                   { return nil }
+func (*Successor) Kill()                         {}
 
 func (*Predecessor) Ready(context.Context) ([]tunnel.NodeName, error) { return nil, errWindows }
 func (*Predecessor) Serving()                                         {}
