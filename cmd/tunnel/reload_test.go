@@ -132,7 +132,7 @@ func TestReloadWarns(t *testing.T) {
 	}
 	r := &cloudReloader{file: "cloud.toml"}
 	next, err := r.readFile()
-	if err != nil || !strings.Contains(strings.Join(next.warnings, "\n"), "anyone may connect") {
+	if err != nil || !strings.Contains(strings.Join(next.warnings, "\n"), "accept all source addresses") {
 		t.Errorf("%v, warnings %q", err, next.warnings)
 	}
 }
