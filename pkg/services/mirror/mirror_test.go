@@ -278,8 +278,8 @@ func TestTwin(t *testing.T) {
 		r.leadsTo(t, http, "web.shop.svc:80")
 		r.leadsTo(t, https, "web.shop.svc:443")
 	}
-	lines := leader.log.Lines("target=shop/web", "has no twin, or not all of it", "only its TCP ports")
-	if len(lines) != 1 || len(other.log.Lines("has no twin")) != 0 {
+	lines := leader.log.Lines("target=shop/web", "has no complete twin", "only its TCP ports")
+	if len(lines) != 1 || len(other.log.Lines("has no complete twin")) != 0 {
 		t.Errorf("the logs are\n%s\n%s", leader.log, other.log)
 	}
 
