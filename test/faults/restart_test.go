@@ -404,7 +404,7 @@ func TestRestartStopped(t *testing.T) {
 	if err := p.cloud.Signal(syscall.SIGTERM); err != nil {
 		t.Fatal(err)
 	}
-	if got := <-result; !strings.HasPrefix(got, "1 ") || !strings.Contains(got, "told to stop") {
+	if got := <-result; !strings.HasPrefix(got, "1 ") || !strings.Contains(got, "is stopping") {
 		t.Errorf("tunnel restart: %s", got)
 	}
 	gone(t, pid)

@@ -70,8 +70,8 @@ func serviceAttacks() []attack {
 	ofDeleted := denied("a Service that was deleted", deleted, "may have been deleted a moment ago")
 	ofDeleted.prepare = func(t *testing.T, l *lab) { l.deleteBrief(t) }
 	return []attack{
-		denied("an endpoint that nobody has", noEndpoint, "is no endpoint of a Service"), ofDeleted,
-		denied("another namespace", elsewhere, "is no endpoint of a Service"),
+		denied("an endpoint that nobody has", noEndpoint, "is not an endpoint of a Service"), ofDeleted,
+		denied("another namespace", elsewhere, "is not an endpoint of a Service"),
 		denied("another port", otherPort, "has no port 10250 of TCP"),
 		denied("an address in place of a path", noPath, "is no path of an endpoint"),
 		{name: "Reach: conns that are not read", offend: unreadReaches, alone: true, answers: []string{"endured"},
