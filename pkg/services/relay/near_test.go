@@ -742,7 +742,7 @@ func TestNearPauses(t *testing.T) {
 			}
 			n.leave("edge2", p, failures, failed, false)
 		}
-		if got := lines.Lines("cannot be reached over the local network"); len(got) != 1 {
+		if got := lines.Lines("did not answer over the local network"); len(got) != 1 {
 			t.Errorf("the log has %q", got)
 		}
 		time.Sleep(maxNearPause)
