@@ -494,7 +494,7 @@ func TestDrain(t *testing.T) {
 	if err = ping(held); err != nil {
 		t.Errorf("the conn of the drained edge: %v", err)
 	}
-	p.wantCommand(1, []string{"it drains"}, "edge", "restart")
+	p.wantCommand(1, []string{"is drained"}, "edge", "restart")
 	closeIt()
 	p.wantCommand(0, []string{"drained"}, "cloud", "drain", "--stop")
 	select {

@@ -469,7 +469,7 @@ func TestCommandLine(t *testing.T) {
 		{"", []string{"init"}, 2, `"address" not set`},
 		{"", []string{"init", "--address", "tunnel.example.com"}, 2, "tunnel.example.com:9000"},
 		{"", []string{"init", "--address", "tunnel.example.com:ssh"}, 2, "port from 1 to 65535"},
-		{"", []string{"init", "--address", "0.0.0.0:9000"}, 2, "leads nowhere"},
+		{"", []string{"init", "--address", "0.0.0.0:9000"}, 2, "cannot be dialled by other machines"},
 		{"", []string{"init", "--address", ":9000"}, 2, "neither a name nor an IP address"},
 		{"", []string{"init", "--address", `a"b:9000`}, 2, "neither a name nor an IP address"},
 		{"", []string{"init", "--address", "a:9000", "--dir", "/dev/null/x"}, 1, "not a directory"},
