@@ -181,7 +181,7 @@ func edges() map[string]broken {
 		},
 		"an L7 balancer without HTTP/2": {
 			func(s *site) []string { s.cloudRuns(); s.dials(l7(s, s.CA(), false, false)); return nil },
-			"way to", "tls", "fail", "no HTTP/2", "pass TCP through",
+			"way to", "tls", "fail", "but not HTTP/2", "pass TCP through",
 		},
 		"an L7 balancer with HTTP/2": {
 			func(s *site) []string { s.cloudRuns(); s.dials(l7(s, s.CA(), true, false)); return nil },
@@ -358,7 +358,7 @@ func TestSessionHidesNoMistake(t *testing.T) {
 	for _, tt := range []struct{ old, now, cause string }{
 		{"tunnel.cloud.io", "other.example.com", "not made out to other.example.com"},
 		{"ca.crt", "other.crt", "a CA that the edge does not trust signed the server"},
-		{s.GRPC(), l7(s, s.CA(), false, false), "no HTTP/2"},
+		{s.GRPC(), l7(s, s.CA(), false, false), "but not HTTP/2"},
 	} {
 		s.edit("edge.toml", tt.old, tt.now)
 		r := s.check("edge.toml")
