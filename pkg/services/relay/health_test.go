@@ -36,7 +36,9 @@ func TestHealthPort(t *testing.T) {
 	here, elsewhere := endpoint("10.88.1.5", "edge1"), endpoint("10.88.2.5", "edge2")
 	here.Ready = false
 	send(&pb.Changes{Set: []*pb.Item{item(t, web, local), item(t, other, here), item(t, far4, elsewhere)}})
-	testkit.Eventually(t, "a warning that the port is taken", func() bool { return len(log.Lines("health check port of a Service cannot be opened")) > 0 })
+	testkit.Eventually(t, "a warning that the port is taken", func() bool {
+		return len(log.Lines("health check port of a Service cannot be opened")) > 0
+	})
 	taken.Close()
 
 	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
