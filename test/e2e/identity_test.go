@@ -33,8 +33,8 @@ import (
 const (
 	edgeAccount   = "tunnel-edge" // of testdata/edge.yaml
 	projected     = "volumes/kubernetes.io~projected/token/token"
-	revokedWithin = 3 * time.Second // one second is promised; the machine also runs a cluster, and a linter in CI
-	letBack       = time.Minute // a refused edge comes back after 10 s at first, after up to twice that the next time
+	revokedWithin = 3 * time.Second // one second is promised, but CI lints beside the cluster
+	letBack       = time.Minute     // a refused edge comes back after 10 s at first, after up to twice that the next time
 	oneRefusal    = "node name and token were not accepted"
 )
 
