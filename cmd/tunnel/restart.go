@@ -52,7 +52,7 @@ func (p place) failed(err error) {
 func (p place) hasLeft() bool { return p.sockets != nil && tunnel.IsClosed(p.sockets.Left()) }
 
 // handOverTime bounds how long this process continues for callers of Services, until the next process serves them.
-const handOverTime = 10 * time.Second
+const handOverTime = 11 * time.Second
 
 // awaitHandOver waits until the next process serves the callers of Services.
 func (d *daemon) awaitHandOver() {

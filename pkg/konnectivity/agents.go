@@ -156,6 +156,7 @@ func (a *Agents) Run(ctx context.Context) error {
 	for _, l := range a.links() {
 		l.end(status.Error(codes.Unavailable, "this replica is stopping"))
 	}
+	strangers.EvictAll() // gRPC would wait for their handshakes
 	server.Stop()
 	s.working.Wait()
 	return err

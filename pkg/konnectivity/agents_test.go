@@ -15,6 +15,7 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 	"unicode/utf8"
@@ -481,6 +482,61 @@ func TestAgentResetBehindBytes(t *testing.T) {
 			t.Fatalf("%d of %d bytes, and then %v", len(got), len(want), err)
 		}
 		c.Close()
+	}
+}
+
+// The same through what front doors do, for callers that read at once. A caller that does not read is reset after a
+// while, and nothing is left.
+func TestAgentResetBehindBytesOfASplice(t *testing.T) {
+	r := newAgentsRig(t, nil)
+	r.agent(t, "n1", nil)
+	splice := func(want []byte) (caller *net.TCPConn, c *Conn, over chan struct{}) {
+		c = r.dial(t, "n1", testkit.Serve(t, func(c *net.TCPConn) {
+			io.ReadFull(c, make([]byte, 1))
+			c.Write(want)
+		})).(*Conn)
+		l := testkit.NewTarget(t)
+		dialled, err := net.Dial("tcp", l.Address())
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { dialled.Close() })
+		near := l.Next(t)
+		over = make(chan struct{})
+		go func() {
+			tunnel.Splice(t.Context(), near, c)
+			close(over)
+		}()
+		io.WriteString(dialled, "xy")
+		return dialled.(*net.TCPConn), c, over
+	}
+	want := bytes.Repeat([]byte("before the reset"), 1<<10)
+	for range 50 {
+		began := time.Now()
+		caller, _, over := splice(want)
+		got, err := io.ReadAll(caller)
+		late := time.Since(began) > time.Second // then the reset need not wait for the bytes any more
+		if !late && !bytes.Equal(got, want) || !errors.Is(err, syscall.ECONNRESET) {
+			t.Fatalf("%d of %d bytes, and then %v", len(got), len(want), err)
+		}
+		<-over
+	}
+	_, stalled, over := splice(bytes.Repeat(want, 256)) // 4 MiB: the caller's socket does not take them
+	testkit.Eventually(t, "the conn is reset", func() bool {
+		stalled.m.mu.Lock()
+		defer stalled.m.mu.Unlock()
+		return stalled.closeReceived || stalled.aborted
+	})
+	stalled.m.mu.Lock()
+	stalled.lastRead = time.Time{} // it has stalled for long
+	if stalled.idleTimer != nil {
+		stalled.idleTimer.Reset(0)
+	}
+	stalled.m.mu.Unlock()
+	select {
+	case <-over:
+	case <-time.After(time.Minute):
+		t.Error("a conn whose caller does not read is never freed")
 	}
 }
 

@@ -121,14 +121,14 @@ func (c *Conn) sendCloseLocked(why string) {
 	}
 }
 
-// resetWhenIdleLocked starts the timer of a half-closed conn. The conn is reset if no byte is read or
-// sent for halfClosedTimeout. While the peer is open, a slow reader may leave data unread for longer.
+// resetWhenIdleLocked starts the timer of a conn that is half-closed, or was reset behind data. The conn is reset if no
+// byte is read or sent for halfClosedTimeout. While the peer is open, a slow reader may leave data unread for longer.
 func (c *Conn) resetWhenIdleLocked() {
 	c.idleTimer = time.AfterFunc(c.m.halfClosedTimeout, c.m.guarded(func() {
 		callback := func() {}
 		c.m.mu.Lock()
 		switch wait := c.m.halfClosedTimeout - min(time.Since(c.lastRead), time.Since(c.lastSent)); {
-		case c.closeSent || c.aborted || c.closeReceived && !c.m.agent:
+		case c.closeSent && !c.resetBehind || c.aborted || c.closeReceived && !c.m.agent && !c.resetBehind:
 		case len(c.queue) > 0 && !c.closeReceived:
 			c.idleTimer.Reset(c.m.halfClosedTimeout)
 		case wait > 0:
@@ -163,7 +163,7 @@ func (c *Conn) Read(b []byte) (int, error) {
 			c.queue = c.queue[1:]
 			c.consumedLocked(n + packetCost)
 			return n, nil
-		case c.resetBehind && !c.readClosed && !c.closeSent:
+		case c.resetBehind && !c.readClosed:
 			return 0, &net.OpError{Op: "read", Net: Addr{}.Network(), Err: tunnel.ErrReset}
 		case c.closeReceived || c.readClosed || c.closeSent:
 			return 0, io.EOF

@@ -299,13 +299,16 @@ func (m *mux) peerClosed(id int64, why string) (known bool) {
 		m.sendLocked(&Packet{Type: PacketCloseRsp, ConnID: id}, nil)
 	}
 	var callback func()
-	if why != "" && !c.closeSent && len(c.queue) == 0 {
+	if why != "" && !c.closeSent && c.readClosed {
 		callback = c.abortLocked()
 	} else {
-		c.closeReceived, c.resetBehind = true, why != ""
+		c.closeReceived, c.resetBehind = true, why != "" && !c.closeSent
 		c.cond.Broadcast()
 		callback = c.onStop
-		if m.agent {
+		if m.agent || c.resetBehind {
+			if c.idleTimer != nil {
+				c.idleTimer.Stop()
+			}
 			c.resetWhenIdleLocked()
 		}
 	}

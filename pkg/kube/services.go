@@ -194,6 +194,9 @@ func (st *serviceStore) Replace(all []any, _ string) error {
 	st.s.mu.Lock()
 	defer st.s.mu.Unlock()
 	there := make(map[string]struct{}, len(all))
+	if st.kind == kindSlices {
+		st.s.leaveRoom(all)
+	}
 	for _, o := range all {
 		key, err := st.setLocked(o)
 		if err != nil {
@@ -401,6 +404,24 @@ func (s *Services) resize(before, now slice) bool {
 		}
 	}
 	return true
+}
+
+// leaveRoom no longer counts the slices that a new list lacks: they are removed only after those in the list are set.
+// The caller holds mu.
+func (s *Services) leaveRoom(list []any) {
+	there := make(map[string]bool, len(list))
+	for _, o := range list {
+		if key, err := keyOf(o); err == nil {
+			there[key] = true
+		}
+	}
+	for key, of := range s.slices {
+		if !there[key] {
+			s.resize(of, slice{service: of.service})
+			of.size = 0
+			s.slices[key] = of
+		}
+	}
 }
 
 // apiService is the Service of the API servers. Its endpoints are on no edge node, whatever a Node claims.

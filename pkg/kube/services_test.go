@@ -509,7 +509,7 @@ func TestServicesBounds(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	wide := func(service, name string, from byte) *sliceObject { // 1,000 endpoints of some 3 KiB
+	wide := func(service, name string, from byte) *sliceObject { // 250 endpoints of some 3 KiB
 		one := aSlice("shop", service, name)
 		for i := range maxPorts {
 			port := fmt.Sprintf("a-port-with-a-long-name-%d", i)
@@ -531,6 +531,12 @@ func TestServicesBounds(t *testing.T) {
 	if n := len(got.paths()); n != 251 {
 		t.Errorf("%d items when there is room again", n)
 	}
+	do(slcs.Replace([]any{wide("web", "web-c", 3)}, "")) // a list after a gap, with another slice in its place
+	if n := len(got.paths()); n != 251 {
+		t.Errorf("%d items after a list", n)
+	}
+	do(slcs.Delete(wide("web", "web-c", 3)))
+	do(slcs.Add(wide("web", "web-b", 2)))
 	for i := range 30 {
 		name := fmt.Sprint("other-", i)
 		do(services.Add(aService("shop", name)))

@@ -43,6 +43,9 @@ func NewListener(ln net.Listener, cfg ListenerConfig) *Listener {
 	}
 }
 
+// EvictAll closes the connections of all strangers.
+func (l *Listener) EvictAll() { l.strangers.EvictAll() }
+
 // Accept implements net.Listener. The connection is a [*Conn].
 func (l *Listener) Accept() (net.Conn, error) {
 	for {

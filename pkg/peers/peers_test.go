@@ -563,7 +563,8 @@ func TestStartedReplicaKnowsTheNodes(t *testing.T) {
 	if second.peers.Ready() == nil && !second.peers.Holds("edge1") {
 		t.Error("ready before it knows anything")
 	}
-	within(t, patience, "the second is ready", func() bool { return second.peers.Ready() == nil })
+	// Its own pause would be up to ten seconds.
+	within(t, 5*time.Second, "the second is ready", func() bool { return second.peers.Ready() == nil })
 	if !second.peers.Holds("edge1") {
 		t.Error("ready without knowing what the first one holds")
 	}

@@ -121,7 +121,8 @@ func (n *Node) wantRoutes(conf *cni.Conf) (routes []route, wrong error) {
 		}
 	}
 	for i, r := range all {
-		if slices.ContainsFunc(slices.Concat(all[:i], all[i+1:]), func(o route) bool { return o.to.Overlaps(r.to) }) {
+		overlaps := func(o route) bool { return o.to.Overlaps(r.to) }
+		if slices.ContainsFunc(all[:i], overlaps) || slices.ContainsFunc(all[i+1:], overlaps) {
 			wrong = cmp.Or(wrong, fmt.Errorf("no route leads to %s by %s: the network overlaps the pod network of another node",
 				r.to, r.by))
 			continue // a node could divert the traffic of another one, so neither gets a route

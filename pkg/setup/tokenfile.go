@@ -72,6 +72,9 @@ func readNoLink(path string) (content []byte, info fs.FileInfo, err error) {
 	if err != nil {
 		return nil, nil, err
 	}
+	if !before.Mode().IsRegular() && before.Mode()&fs.ModeSymlink == 0 {
+		return nil, nil, fmt.Errorf("%s is not a file", path) // to open a pipe would wait for ever
+	}
 	file, err := os.Open(path)
 	if err != nil {
 		return nil, nil, err

@@ -7,6 +7,7 @@ import (
 	"net"
 	"os"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -414,12 +415,12 @@ func TestEdgeDrains(t *testing.T) {
 // An edge without conns that stops says so first: the cloud's log has no error.
 func TestIdleEdgeStops(t *testing.T) {
 	r := newRig(t)
-	fastest := time.Hour // a busy machine may be slow to stop some, but not all
+	var took []time.Duration // a busy machine may be slow to stop some, but not most
 	for i := range 20 {
 		e := r.join("edge1", direct)
 		start := time.Now()
 		e.Stop()
-		fastest = min(fastest, time.Since(start))
+		took = append(took, time.Since(start))
 		r.eventually("the log says so plainly", func() bool {
 			return len(r.log.lines("end=cloud", "session ended: the edge has stopped")) == i+1
 		})
@@ -427,8 +428,9 @@ func TestIdleEdgeStops(t *testing.T) {
 	if l := r.log.lines("end=cloud", "err="); len(l) != 0 {
 		t.Errorf("a clean stop leaves an error in the cloud's log: %s", l)
 	}
-	if fastest > leaveTimeout {
-		t.Errorf("the fastest stop took %s", fastest)
+	slices.Sort(took)
+	if median := took[len(took)/2]; median > leaveTimeout {
+		t.Errorf("the median of the stops is %s", median)
 	}
 	if l := r.log.lines("end=edge", "session ended", errStopping.Error()); len(l) != 20 {
 		t.Errorf("the edge says so %d times", len(l))

@@ -15,6 +15,8 @@
 {{- end }}
 {{- $account := printf "%s/tunnel-edge" .Release.Namespace }}
 {{- if and .Values.cloud.enabled .Values.edge.enabled
+    (eq .Values.edge.config.stream.client.tokenfile "/etc/tunnel/token/token")
+    (not (contains "mode.cloud.join" .Values.cloud.extraToml))
     (not (has $account (dig "join" "serviceaccounts" (list) .Values.cloud.config))) }}
   {{- $wrong = append $wrong (printf (print
       "this release installs cloud and edges, and the cloud would refuse the edges: write %s into "

@@ -4,7 +4,7 @@ app.kubernetes.io/name: tunnel
 app.kubernetes.io/component: {{ .component }}
 app.kubernetes.io/part-of: tunnel
 app.kubernetes.io/managed-by: {{ .root.Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | trunc 63 }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "_" | trimSuffix "." }}
 {{- end }}
 
 {{/* Labels of a pod. Takes root and component. */}}
@@ -17,7 +17,7 @@ app.kubernetes.io/version: {{ include "tunnel.version" .root | quote }}
 
 {{/* The tag without a digest, which a label cannot hold. */}}
 {{- define "tunnel.version" -}}
-{{ include "tunnel.tag" . | regexFind "^[^@]*" | trunc 63 | trimSuffix "-" }}
+{{ include "tunnel.tag" . | regexFind "^[^@]*" | trunc 63 | trimSuffix "-" | trimSuffix "." | trimSuffix "_" }}
 {{- end }}
 
 {{- define "tunnel.tag" -}}
