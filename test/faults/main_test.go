@@ -22,7 +22,7 @@ const (
 	backWithin = 12 * time.Second
 	// quietWithin is from the end of traffic to the baseline of goroutines and
 	// descriptors.
-	quietWithin = 10 * time.Second
+	quietWithin = 30 * time.Second
 	// noticeWithin is from a peer that is silent to the clients' errors.
 	noticeWithin = 17 * time.Second
 	// atOnce is for what happens without waiting for anything, on a machine that is

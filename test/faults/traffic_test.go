@@ -340,8 +340,12 @@ func (p *pair) tryHTTPS(terminated bool) func(ctx context.Context, _ func()) err
 		client := &http.Client{Timeout: hangs, Transport: &http.Transport{
 			TLSClientConfig: cfg,
 			DialContext: func(ctx context.Context, network, _ string) (net.Conn, error) {
+				begun := time.Now()
 				c, err := new(net.Dialer).DialContext(ctx, network, p.HTTPSDoor())
-				return &rig.LateConn{Conn: c, Begun: time.Now(), Late: &late}, err
+				if err != nil {
+					return nil, err
+				}
+				return rig.NewLateConn(c, begun, &late), nil
 			},
 			DisableKeepAlives: true,
 		}}

@@ -62,11 +62,12 @@ func (f *fleet) do(ctx context.Context, r request) (err error) {
 		tr.TLSClientConfig = &tls.Config{MinVersion: tls.VersionTLS13, RootCAs: f.pool(), ServerName: node}
 	}
 	tr.DialContext = func(ctx context.Context, _, _ string) (net.Conn, error) {
+		begun := time.Now()
 		c, err := f.dial(ctx, r.replica, addr)
 		if err != nil || !r.tls {
 			return c, err
 		}
-		return &rig.LateConn{Conn: c, Begun: time.Now(), Late: &late}, nil
+		return rig.NewLateConn(c, begun, &late), nil
 	}
 	word := strconv.FormatInt(time.Now().UnixNano(), 36)
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url+"?word="+word, nil)
