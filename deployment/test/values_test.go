@@ -63,7 +63,7 @@ func TestWrongValues(t *testing.T) {
 			"egress.clientca is missing"},
 		{"egress without names of callers", "egress-httpconnect", `cloud: {config: {egress: {clientnames: []}}}`,
 			"minItems: got 0, want 1"},
-		{"egress without the key for names of callers", "egress-httpconnect", `cloud: {config: {egress: {clientnames: null}}}`,
+		{"egress without the key", "egress-httpconnect", `cloud: {config: {egress: {clientnames: null}}}`,
 			"egress.clientnames is missing"},
 		{"socket in any pod", "egress-grpc", `cloud: {controlPlane: {enabled: false}}`,
 			"set cloud.controlPlane.enabled: true"},
