@@ -238,10 +238,9 @@ func (f *FrontDoor) announceNeighboursOnce(announced map[*tunnel.Session][]Neigh
 
 // lans finds the nodes with an address in a network.
 type lans struct {
-	nodes  map[tunnel.NodeName]konnectivity.Identifiers
 	owners []owner // sorted by address
-	// shared are the networks of pods that overlap those of another node: a kubelet may claim such a network.
-	shared map[netip.Prefix]bool
+	// networks are the networks of each node's pods that overlap those of no other node: a kubelet may claim any network.
+	networks map[tunnel.NodeName][]netip.Prefix
 }
 
 type owner struct {
@@ -250,7 +249,7 @@ type owner struct {
 }
 
 func newLANs(nodes map[tunnel.NodeName]konnectivity.Identifiers) *lans {
-	l := &lans{nodes: nodes}
+	l := &lans{networks: make(map[tunnel.NodeName][]netip.Prefix, len(nodes))}
 	for node, id := range nodes {
 		for _, host := range id.Hosts {
 			if a, err := netip.ParseAddr(host); err == nil {
@@ -258,7 +257,10 @@ func newLANs(nodes map[tunnel.NodeName]konnectivity.Identifiers) *lans {
 			}
 		}
 	}
-	l.shared = sharedNetworks(nodes)
+	shared := sharedNetworks(nodes)
+	for node, id := range nodes {
+		l.networks[node] = slices.DeleteFunc(slices.Clone(id.Networks), func(p netip.Prefix) bool { return shared[p] })
+	}
 	slices.SortFunc(l.owners, func(a, b owner) int {
 		if c := a.addr.Compare(b.addr); c != 0 {
 			return c
@@ -314,8 +316,7 @@ func (l *lans) neighbours(node tunnel.NodeName, links []netip.Prefix) []Neighbou
 			continue
 		}
 		for i, o := range in {
-			networks := slices.DeleteFunc(slices.Clone(l.nodes[o.node].Networks),
-				func(p netip.Prefix) bool { return l.shared[p] })
+			networks := l.networks[o.node]
 			twice := i > 0 && in[i-1].addr == o.addr || i+1 < len(in) && in[i+1].addr == o.addr
 			if o.node == node || twice || len(networks) == 0 {
 				continue

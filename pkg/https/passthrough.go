@@ -72,42 +72,45 @@ type passthroughKey struct {
 	node    tunnel.NodeName
 }
 
-// strangersTogether is how many times as many connections to one node all strangers may have as one source: half of the
-// node's conns, with the defaults. So callers in allowfrom always get some.
+// strangersTogether is how many times the limit of one source all strangers together may have connections to one node.
+// With the defaults that is half of the node's conns, so callers in allowfrom always get some.
 const strangersTogether = 8
 
-// admit counts one more connection from a to node, unless there are limit of them from the source of a. A source is an
-// IPv4 address or an IPv6 /64. A /56 may have twice as many, a /48 four times as many, and all strangers together
-// strangersTogether times as many. The caller calls release once, when the connection has ended.
+// admit counts a connection from a to node. It returns false if there are limit connections from the source of a, which
+// is an IPv4 address or an IPv6 /64. It also returns false if the /56 of a has twice the limit, its /48 four times, or
+// all strangers together strangersTogether times. The caller calls release when the connection has ended.
 func (p *passthroughCounter) admit(a netip.Addr, node tunnel.NodeName, limit int) (release func(), ok bool) {
-	keys := map[passthroughKey]int{{netip.Prefix{}, node}: strangersTogether * limit}
-	if source := auth.Group(a); source.Addr().Is6() {
-		for i, bits := range []int{64, 56, 48} {
+	type bound struct {
+		key  passthroughKey
+		most int
+	}
+	source := auth.Group(a)
+	bounds := []bound{{passthroughKey{node: node}, strangersTogether * limit}, {passthroughKey{source, node}, limit}}
+	if source.Addr().Is6() {
+		for i, bits := range []int{56, 48} {
 			wide, _ := source.Addr().Prefix(bits) // a valid length of IPv6
-			keys[passthroughKey{wide, node}] = limit << i
+			bounds = append(bounds, bound{passthroughKey{wide, node}, 2 << i * limit})
 		}
-	} else {
-		keys[passthroughKey{source, node}] = limit
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	for key, most := range keys {
-		if p.counts[key] >= most {
+	for _, b := range bounds {
+		if p.counts[b.key] >= b.most {
 			return nil, false
 		}
 	}
 	if p.counts == nil {
 		p.counts = make(map[passthroughKey]int)
 	}
-	for key := range keys {
-		p.counts[key]++
+	for _, b := range bounds {
+		p.counts[b.key]++
 	}
 	return func() {
 		p.mu.Lock()
 		defer p.mu.Unlock()
-		for key := range keys {
-			if p.counts[key]--; p.counts[key] == 0 {
-				delete(p.counts, key)
+		for _, b := range bounds {
+			if p.counts[b.key]--; p.counts[b.key] == 0 {
+				delete(p.counts, b.key)
 			}
 		}
 	}, true

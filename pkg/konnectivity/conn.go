@@ -102,7 +102,7 @@ func (c *Conn) sendCloseLocked(why string) {
 		return
 	}
 	c.closeSent = true
-	if c.idleTimer != nil {
+	if c.idleTimer != nil && !c.resetBehind { // else the reader still has data to take
 		c.idleTimer.Stop()
 	}
 	switch {
@@ -128,7 +128,7 @@ func (c *Conn) resetWhenIdleLocked() {
 		callback := func() {}
 		c.m.mu.Lock()
 		switch wait := c.m.halfClosedTimeout - min(time.Since(c.lastRead), time.Since(c.lastSent)); {
-		case c.closeSent && !c.resetBehind || c.aborted || c.closeReceived && !c.m.agent && !c.resetBehind:
+		case c.aborted, c.readClosed && c.writeClosed, !c.resetBehind && (c.closeSent || c.closeReceived && !c.m.agent):
 		case len(c.queue) > 0 && !c.closeReceived:
 			c.idleTimer.Reset(c.m.halfClosedTimeout)
 		case wait > 0:

@@ -406,8 +406,8 @@ func (s *Services) resize(before, now slice) bool {
 	return true
 }
 
-// leaveRoom no longer counts the slices that a new list lacks: they are removed only after those in the list are set.
-// The caller holds mu.
+// leaveRoom stops counting the slices that are missing in a new list. Replace removes them only after it has set the
+// slices in the list, which may need their room. The caller holds mu.
 func (s *Services) leaveRoom(list []any) {
 	there := make(map[string]bool, len(list))
 	for _, o := range list {
@@ -427,8 +427,8 @@ func (s *Services) leaveRoom(list []any) {
 // apiService is the Service of the API servers. Its endpoints are on no edge node, whatever a Node claims.
 const apiService = "default/kubernetes"
 
-// setOwner tells owners the networks of a Node's pods, or the addresses of a Node of the control plane. If they have
-// changed, setOwner looks again for the Nodes of endpoints whose slice does not say it. The caller holds mu.
+// setOwner replaces what owners knows of a Node: the networks of its pods, or the addresses of a control-plane Node.
+// After a change, setOwner looks again for the Node of each endpoint whose slice names none. The caller holds mu.
 func (s *Services) setOwner(node string, networks []netip.Prefix, control []netip.Addr) {
 	changed := s.owners.setControl(node, control)
 	if !s.owners.set(node, networks) && !changed {

@@ -497,7 +497,8 @@ func TestServicesTooLarge(t *testing.T) {
 	}
 }
 
-// A Service and a namespace have bounds: what exceeds them is left out, and takes its room again when there is some.
+// The endpoints of a Service and of a namespace have bounds. The sink does not get a slice that exceeds them. It gets
+// the slice with its next change, if there is room by then.
 func TestServicesBounds(t *testing.T) {
 	var log testkit.Log
 	got := newSink(t)

@@ -64,9 +64,9 @@ func (f tokenFile) edit(edit func(content string) (string, error)) (tokenChange,
 	return c, nil
 }
 
-// readNoLink reads a file, and returns what the system says about it; nil: the path is a symbolic link. Root runs this
-// in a folder of the cloud's user, who may replace the file by a link while it is read: what the link leads to must not
-// become a file of that user.
+// readNoLink returns the content of a file and its FileInfo, which is nil if path is a symbolic link. Root calls it for
+// files in a folder of the cloud's user. If that user replaces the file by a link meanwhile, readNoLink fails. Root
+// would otherwise give the user a copy of the file behind the link.
 func readNoLink(path string) (content []byte, info fs.FileInfo, err error) {
 	before, err := os.Lstat(path)
 	if err != nil {

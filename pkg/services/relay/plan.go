@@ -589,8 +589,8 @@ func (n planner) frontends(path services.Path, service *services.Service) func(y
 		if !each(cluster, false, number) || !n.full || len(cluster) == 0 {
 			return
 		}
-		// A Service with only IPv4 ClusterIPs has only IPv4 endpoints; the same holds for IPv6. As kube-proxy does, the
-		// edge writes no rules for addresses of the other family, so packets to them take their usual route.
+		// A Service has endpoints only of the families (IPv4, IPv6) of its ClusterIPs. Like kube-proxy, the edge writes no
+		// rules for external addresses of another family: packets to them take their usual route.
 		ofOtherFamily := func(one netip.Addr) bool {
 			return !slices.ContainsFunc(cluster, func(a netip.Addr) bool { return a.Is4() == one.Is4() })
 		}

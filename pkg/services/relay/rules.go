@@ -91,7 +91,7 @@ func (r rule) permits(end netip.AddrPort) bool {
 	return in(r.ends) || in(r.local) || in(r.serving)
 }
 
-// leads reports whether a flow to the address to is one that the rule permits. own is the relay's own address.
+// leads reports whether the rule sends flows to the address to: to an endpoint, or to the relay at its address own.
 func (r rule) leads(to netip.AddrPort, own netip.Addr) bool {
 	return r.flowsRelayed() && to == netip.AddrPortFrom(own, r.port) || r.permits(to)
 }
