@@ -67,7 +67,7 @@ func serviceAttacks() []attack {
 			holds: 2 * atOnce * calling, goroutines: 2 * atOnce * perCall,
 		}
 	}
-	ofDeleted := denied("a Service that was deleted", deleted, "may have been deleted a moment ago")
+	ofDeleted := denied("a Service that was deleted", deleted, "may just have been deleted")
 	ofDeleted.prepare = func(t *testing.T, l *lab) { l.deleteBrief(t) }
 	return []attack{
 		denied("an endpoint that nobody has", noEndpoint, "is not an endpoint of a Service"), ofDeleted,
