@@ -140,7 +140,7 @@ func TestFaults(t *testing.T) {
 var overReplicas = regexp.MustCompile(`\b(max|sum)(?: by \([^)]*\))?\s*\((tunnel_node\w*)\{[^}]*\bstate=~?"([^"]*)"`)
 
 // Every metric that an alert or the dashboard names is one of ours, with the suffix of its kind, with its labels and
-// their values. Every page that an alert names exists. The test of the manifests compares the chart's alerts with
+// their values. Every alert names the page that explains it. The test of the manifests compares the chart's alerts with
 // these.
 func TestAlertsAndDashboard(t *testing.T) {
 	deployment := filepath.Join(workingDir(t), "../../deployment")
