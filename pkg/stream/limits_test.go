@@ -620,12 +620,12 @@ func TestMessageLimit(t *testing.T) {
 	if _, err := d.conn.Read(make([]byte, 1)); !errors.Is(err, tunnel.ErrReset) {
 		t.Errorf("the conn ends with %v, want a reset", err)
 	}
-	r.wantLimited(tunnel.LimitMessage, 1)
+	r.eventually("it is counted", func() bool { return r.counters.LimitedBy(tunnel.LimitMessage) == 1 })
 	c.send(&pb.StreamMsg{Category: category, Type: typeRefused, Data: make([]byte, 2*conn.MaxMessage)})
 	if err := c.end(); status.Code(err) != codes.ResourceExhausted {
 		t.Errorf("the session ends with %v", err)
 	}
-	r.eventually("it is counted", func() bool { return r.counters.LimitedBy(tunnel.LimitMessage) == 2 })
+	r.eventually("it is counted, too", func() bool { return r.counters.LimitedBy(tunnel.LimitMessage) == 2 })
 }
 
 // What strangers hold is bounded as configured, and counted.

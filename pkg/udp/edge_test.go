@@ -414,6 +414,9 @@ func TestNameWithTwoAddresses(t *testing.T) {
 	if n := c.edge.counters.Flows.Load(); n != 1 {
 		t.Errorf("%d flows, want the one that was refused: it is young", n)
 	}
+	testkit.Eventually(t, "the edge remembers the refusal", func() bool {
+		return !c.edge.refusedAt(netip.MustParseAddrPort(nobody)).IsZero()
+	})
 	c.open(2, "", "y")
 	c.want(2, "y")
 	c.open(3, "", "z") // and the next one, too

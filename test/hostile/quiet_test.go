@@ -517,9 +517,7 @@ func TestHostileGuesses(t *testing.T) {
 		}
 		return fmt.Errorf("no warning of %s", line)
 	}
-	if err := warned("lines=[3]"); err != nil {
-		t.Error(err)
-	}
+	testkit.Within(t, readyWithin, "the cloud warns of the file", func() error { return warned("lines=[3]") })
 	write(rig.Node + ":" + first + "\nedge2:" + long + "\nedge3:" + second + "\nedge4:" + long + "4\n")
 	testkit.Within(t, readyWithin, "the cloud warns of the changed file", func() error { return warned(`lines="[1 3]"`) })
 	if n := strings.Count(cloud.Log().String(), warning); n != 2 {

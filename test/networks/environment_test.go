@@ -165,9 +165,9 @@ func TestProxyOfEnvironment(t *testing.T) {
 		}
 	}
 	want := replica.GRPC() + " through proxy " + strings.TrimPrefix(url, "http://")
-	if !strings.Contains(member.Log.String(), want) {
-		t.Errorf("the log of the edge lacks %q", want)
-	}
+	testkit.Eventually(t, "the log of the edge says "+want, func() bool {
+		return strings.Contains(member.Log.String(), want)
+	})
 	with.Kill()
 
 	if err := forward("1"); err != nil {
