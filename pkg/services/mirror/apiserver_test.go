@@ -30,6 +30,7 @@ type apiServer struct {
 	version int
 	changed tunnel.Change
 	deny    bool // changes are refused: 403
+	late    bool // watches of EndpointSlices show nothing more
 	writes  []string
 	closed  bool
 }
@@ -252,7 +253,7 @@ func (a *apiServer) watch(w http.ResponseWriter, r *http.Request, resource, name
 	selector := r.URL.Query().Get("labelSelector")
 	for !a.closed && r.Context().Err() == nil {
 		for _, e := range a.events {
-			if e.version <= since {
+			if e.version <= since || a.late && resource == "endpointslices" {
 				continue
 			}
 			since = e.version

@@ -186,7 +186,7 @@ func (m *Mirror) open(ctx context.Context, v kube.MirrorView, start func(*door))
 	m.track(v.Slices)
 	m.know(v.Replicas)
 	originals, _ := m.cfg.originals(v)
-	wanted := m.cfg.routes(v, originals)
+	wanted := m.cfg.routes(v.Slices, originals)
 	for port, d := range m.doors {
 		if _, stays := wanted[port]; !stays {
 			d.ln.Close()
@@ -328,11 +328,11 @@ func isServiceName(s string) bool {
 	return err == nil && len(s) <= 63 && !strings.Contains(s, ".") && s[0] >= 'a'
 }
 
-// routes returns, for each port of the cloud that an EndpointSlice records, the host:port of the original. If two
+// routes returns, for each port of the cloud that one of all records, the host:port of the original. If two
 // EndpointSlices claim one port, the older one counts: a new twin must not take over the callers of an old one.
-func (c Config) routes(v kube.MirrorView, originals map[string]original) map[uint16]string {
+func (c Config) routes(all []kube.Slice, originals map[string]original) map[uint16]string {
 	routes := make(map[uint16]string)
-	oldest := slices.Clone(v.Slices)
+	oldest := slices.Clone(all)
 	slices.SortStableFunc(oldest, func(a, b kube.Slice) int { return a.Created.Compare(b.Created) })
 	for _, s := range oldest {
 		o, ok := originals[s.Namespace+"/"+s.Of()]

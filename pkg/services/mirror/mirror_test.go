@@ -444,6 +444,37 @@ func TestReplicaLeaves(t *testing.T) {
 	testkit.Eventually(t, "both replicas are endpoints again", both)
 }
 
+// A new leader whose watch does not show yet what the leader before has written leaves the twins' ports as they are.
+func TestLeaderWithALateWatch(t *testing.T) {
+	a := newAPIServer(t)
+	a.replicas("10.0.0.1")
+	r := start(t, a, false, nil)
+	a.mu.Lock()
+	a.late = true
+	a.mu.Unlock()
+	a.mirrored("shop", "web", "true", 80)
+	a.put("services", "shop", "web-tunnel", fmt.Sprintf(`{"metadata": {"labels": {%q: %q, %q: "web"},
+		"ownerReferences": [{"uid": %q}]}, "spec": {"ports": [{"name": "web", "port": 80, "protocol": "TCP",
+		"targetPort": %d}]}}`, Label, cloud, labelOf, a.uid("shop", "web"), last))
+	a.put("endpointslices", "shop", "web-tunnel-ipv4", fmt.Sprintf(`{"metadata": {"labels": {%q: %q, %q: "web",
+		"kubernetes.io/service-name": "web-tunnel"}, "ownerReferences": [{"uid": %q}]}, "addressType": "IPv4",
+		"endpoints": [], "ports": [{"name": "web", "protocol": "TCP", "port": %d}]}`,
+		Label, cloud, labelOf, a.uid("shop", "web-tunnel"), last))
+	close(r.election.elected)
+	a.mirrored("shop", "zoo", "true", 80) // the leader writes this twin after the other
+	if port := a.target("shop", "zoo-tunnel", 80); port == last {
+		t.Errorf("two twins have the port %d", port)
+	}
+	for _, write := range a.written() {
+		if strings.HasPrefix(write, "PATCH /api/v1/") {
+			t.Error(write)
+		}
+	}
+	if port := a.target("shop", "web-tunnel", 80); port != last {
+		t.Errorf("the port is %d, was %d", port, last)
+	}
+}
+
 // Of two EndpointSlices that claim a port, the older one counts. The other gets another port. No port outside of the
 // range is opened, whatever an EndpointSlice claims, and what a user makes of a twin does not count.
 func TestClaims(t *testing.T) {

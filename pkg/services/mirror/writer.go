@@ -134,7 +134,8 @@ type term struct {
 	// given are the ports that this term has assigned, by the host:port of the original. The watch may show them only
 	// later.
 	given map[string]uint16
-	begun bool // begin has read the EndpointSlices
+	began time.Time    // when begin has read the EndpointSlices; zero: it has not
+	first []kube.Slice // the EndpointSlices that begin has read; nil after freedFor
 }
 
 // reconcile writes the twins and EndpointSlices that originals want, and deletes other twins. When one write fails, it
@@ -225,21 +226,21 @@ func unlessConflict(err error) error {
 }
 
 // begin reads the EndpointSlices once in a term, without the watch. The leader before may have assigned ports that the
-// watch does not show yet. So no other twin gets these ports for freedFor.
+// watch does not show yet. A twin keeps such a port, and no other twin gets the port for freedFor.
 func (t *term) begin(ctx context.Context) error {
-	if t.begun {
+	if !t.began.IsZero() {
 		return nil
 	}
 	all, err := t.m.cfg.Objects.ListSlices(ctx)
 	if err != nil {
 		return kube.Explain(err)
 	}
-	t.begun = true
+	t.began, t.first = time.Now(), all
 	t.m.mu.Lock()
 	defer t.m.mu.Unlock()
 	for _, s := range all {
 		for _, p := range s.Ports {
-			t.m.freed[p.Port] = time.Now()
+			t.m.freed[p.Port] = t.began
 		}
 	}
 	return nil
@@ -251,12 +252,12 @@ func (t *term) assign(
 	v kube.MirrorView, originals map[string]original,
 ) (ports map[string][]kube.ServicePort, err error) {
 	cfg := t.m.cfg
-	recorded := make(map[string]uint16)
-	used := make(map[uint16]bool)
-	routes := cfg.routes(v, originals)
-	for port, addr := range routes {
-		recorded[addr] = max(port, recorded[addr])
+	if time.Since(t.began) >= freedFor {
+		t.first = nil
 	}
+	routes := cfg.routes(v.Slices, originals)
+	recorded, before := portOf(routes), portOf(cfg.routes(t.first, originals))
+	used := make(map[uint16]bool)
 	for _, s := range v.Slices {
 		for _, p := range s.Ports {
 			used[p.Port] = true
@@ -281,7 +282,10 @@ func (t *term) assign(
 				at = t.given[o.addr(p)]
 			}
 			if at == 0 {
-				if at = t.free(used); at == 0 {
+				if at = before[o.addr(p)]; at == 0 || used[at] {
+					at = t.free(used)
+				}
+				if at == 0 {
 					err = fmt.Errorf("no port is free for %s: make ports in [mode.cloud.services.mirror] larger", o.addr(p))
 					continue
 				}
@@ -291,6 +295,15 @@ func (t *term) assign(
 		}
 	}
 	return ports, err
+}
+
+// portOf returns the port of each host:port of routes; of several, the highest.
+func portOf(routes map[uint16]string) map[string]uint16 {
+	ports := make(map[string]uint16)
+	for port, addr := range routes {
+		ports[addr] = max(port, ports[addr])
+	}
+	return ports
 }
 
 // free returns a random port that no twin has, and that none has had for freedFor; 0: there is none.
