@@ -57,6 +57,8 @@ type EdgeConfig struct {
 	OneTarget bool
 	// PerCaller is how many flows all conns of one Request.Caller may have; 0: as many as there are.
 	PerCaller int
+
+	late time.Duration // see newQueue; only tests set it
 }
 
 // Edge is the edge's module: it sends the datagrams of flows to their targets, and returns the
@@ -69,6 +71,7 @@ type Edge struct {
 	log      *slog.Logger
 	single   bool          // see EdgeConfig.OneTarget
 	most     int64         // see EdgeConfig.PerCaller; 0: no limit
+	late     time.Duration // see newQueue
 	idle     time.Duration // see edgeIdleTime; tests replace it
 	refused  time.Duration // see refusedTime; tests replace it
 	buffers  buffers
@@ -99,7 +102,7 @@ func NewEdge(policy Policy, cfg EdgeConfig) *Edge {
 	}
 	e := &Edge{
 		policy: policy, counters: cfg.Counters, core: cfg.Core, log: cfg.Log, single: cfg.OneTarget,
-		most: int64(cfg.PerCaller), idle: edgeIdleTime, refused: refusedTime,
+		most: int64(cfg.PerCaller), late: cfg.late, idle: edgeIdleTime, refused: refusedTime,
 		conns: make(map[*edgeConn]struct{}), callers: make(map[string]*callerFlows),
 		refusals: make(map[netip.AddrPort]time.Time),
 	}
@@ -164,7 +167,8 @@ func (e *Edge) newConn(ctx context.Context, r tunnel.Request) (net.Conn, error) 
 	}
 	c.order.Init()
 	c.train = newTrain(c.sendToTarget, c.sentToTarget, canSegment())
-	c.wire = &wire{name: addr(r.Addr), out: newQueue(e.counters, &e.counters.ToCaller), ended: c.endAll, flush: c.flushed}
+	out := newQueue(e.counters, &e.counters.ToCaller, e.late)
+	c.wire = &wire{name: addr(r.Addr), out: out, ended: c.endAll, flush: c.flushed}
 	c.wire.in.handle = c.handle
 
 	e.mu.Lock()

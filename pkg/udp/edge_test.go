@@ -33,7 +33,9 @@ func dialEdge(t testing.TB, p Policy, addr string, change ...func(*Edge)) *cloud
 	t.Helper()
 	log := new(testkit.Log)
 	c := &cloudEnd{t: t, log: log, got: make(chan frame, 1<<16)}
-	c.edge = NewEdge(p, EdgeConfig{Core: new(tunnel.Counters), Log: slog.New(slog.NewTextHandler(log, nil))})
+	c.edge = NewEdge(p, EdgeConfig{
+		Core: new(tunnel.Counters), Log: slog.New(slog.NewTextHandler(log, nil)), late: never,
+	})
 	for _, f := range change {
 		f(c.edge)
 	}

@@ -57,7 +57,7 @@ type forwarding struct {
 func newForwarding(t *testing.T) *forwarding {
 	t.Helper()
 	log, lines := testkit.NewLog()
-	edge := NewEdge(policy(t), EdgeConfig{Log: log, OneTarget: true})
+	edge := NewEdge(policy(t), EdgeConfig{Log: log, OneTarget: true, late: never})
 	f := &forwarding{
 		choice: &choice{via: &tunnelDouble{edge: edge}}, counters: new(Counters), core: new(tunnel.Counters), log: lines,
 	}
@@ -67,7 +67,7 @@ func newForwarding(t *testing.T) *forwarding {
 	}
 	f.addr = socket.LocalAddr().(*net.UDPAddr).AddrPort()
 	conns, end := context.WithCancel(context.Background())
-	forwarder := NewForwarder(conns, socket, f.choice, Config{Counters: f.counters, Core: f.core, Log: log})
+	forwarder := NewForwarder(conns, socket, f.choice, Config{Counters: f.counters, Core: f.core, Log: log, late: never})
 	f.port = forwarder.port
 	t.Cleanup(func() {
 		end()
@@ -260,7 +260,7 @@ func TestOneTarget(t *testing.T) {
 	permitted, secret := answering(t, "a"), answering(t, "b")
 	log, _ := testkit.NewLog()
 	counters := new(Counters)
-	e := NewEdge(policy(t), EdgeConfig{Log: log, Counters: counters, OneTarget: true})
+	e := NewEdge(policy(t), EdgeConfig{Log: log, Counters: counters, OneTarget: true, late: never})
 	if c, err := e.Open(t.Context(), tunnel.Request{Network: tunnel.NetworkUDP}); err == nil {
 		c.Close()
 		t.Error("a conn without a target is opened")

@@ -48,6 +48,7 @@ type port struct {
 	gone     chan struct{}  // closed when the port has ended
 	drops    receiveDrops
 	keep     time.Duration // see keepConn
+	late     time.Duration // see newQueue
 
 	// One warning a minute each, so that one kind of failure does not hide another: caller not
 	// allowed, dial failed, limit reached, flow refused by the edge, no room for a flow.

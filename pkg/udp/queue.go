@@ -1,6 +1,7 @@
 package udp
 
 import (
+	"cmp"
 	"encoding/binary"
 	"io"
 	"sync"
@@ -35,6 +36,7 @@ type queue struct {
 	// Set once.
 	counters *Counters
 	passed   *traffic      // counts the datagrams that Read has taken
+	late     time.Duration // see maxWait
 	began    time.Time     // origin of the times in entries
 	wake     chan struct{} // wakes Read when a frame waits; capacity 1, since one token is enough
 
@@ -55,10 +57,12 @@ type share struct {
 }
 
 // newQueue returns an empty queue. It counts in c the datagrams that it drops, and in passed the datagrams
-// that it hands over.
-func newQueue(c *Counters, passed *traffic) *queue {
+// that it hands over. A datagram that has waited for late is dropped; 0: maxWait.
+func newQueue(c *Counters, passed *traffic, late time.Duration) *queue {
 	now := time.Now()
-	return &queue{counters: c, passed: passed, began: now, open: now, wake: make(chan struct{}, 1)}
+	return &queue{
+		counters: c, passed: passed, late: cmp.Or(late, maxWait), began: now, open: now, wake: make(chan struct{}, 1),
+	}
 }
 
 // add adds a frame with a datagram of a flow: a datagram, or an open. If there is no room, add
@@ -218,7 +222,7 @@ func (q *queue) nextLocked(now time.Time, room int, first bool) bool {
 // lateLocked reports whether a datagram with this stamp has waited too long.
 func (q *queue) lateLocked(now time.Time, stamp uint32) bool {
 	waited := time.Duration(q.stamp(now)-stamp) * time.Millisecond
-	return waited > maxWait && now.Sub(q.open) > maxWait
+	return waited > q.late && now.Sub(q.open) > q.late
 }
 
 // end ends the queue: no frame can be added. Read returns the frames that wait, and then io.EOF.

@@ -12,7 +12,7 @@ import (
 // newTestQueue returns a queue. Tests read it on a fake clock: a datagram that waits for half a second is dropped.
 func newTestQueue() (*queue, *Counters) {
 	c := new(Counters)
-	return newQueue(c, &c.ToTarget), c
+	return newQueue(c, &c.ToTarget, 0), c
 }
 
 // mustAdd adds a datagram for which there is room.

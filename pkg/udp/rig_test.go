@@ -19,8 +19,12 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// patience bounds every wait on loopback, on a busy machine.
-const patience = time.Minute
+const (
+	// patience bounds every wait on loopback, on a busy machine.
+	patience = time.Minute
+	// never is longer than any test: no datagram is dropped because this process waits for a processor.
+	never = time.Hour
+)
 
 // tunnelDouble stands for the tunnel: it asks the edge for its end of a conn, and joins it to the
 // cloud's by a TCP connection, as sessions do.
@@ -124,9 +128,9 @@ func run(t *testing.T, l Listener, change ...func(*FrontDoor, *Edge)) *running {
 	}
 	r := &running{t: t, log: new(testkit.Log), core: new(tunnel.Counters), done: make(chan struct{})}
 	log := slog.New(slog.NewTextHandler(r.log, nil))
-	r.edge = NewEdge(policy(t), EdgeConfig{Core: r.core, Log: log})
+	r.edge = NewEdge(policy(t), EdgeConfig{Core: r.core, Log: log, late: never})
 	r.via = &tunnelDouble{edge: r.edge}
-	r.door = New([]Listener{l}, r.via, Config{Core: r.core, Software: "v0.9.0", Log: log})
+	r.door = New([]Listener{l}, r.via, Config{Core: r.core, Software: "v0.9.0", Log: log, late: never})
 	for _, c := range change {
 		c(r.door, r.edge)
 	}

@@ -169,6 +169,10 @@ func TestLinkLocalCaller(t *testing.T) {
 	if err := netlink.AddrAdd(lo, at); err != nil {
 		t.Skipf("this machine has no IPv6: %v", err)
 	}
+	testkit.Eventually(t, "the kernel takes packets to the address", func() bool { // it adds the route in its own time
+		routes, err := netlink.RouteGetWithOptions(at.IP, &netlink.RouteGetOptions{Oif: "lo"})
+		return err == nil && len(routes) == 1 && routes[0].Type == unix.RTN_LOCAL
+	})
 	local := netip.MustParsePrefix("fe80::/10")
 	r := run(t, Listener{Listen: "[::]:0", Target: target(t, echo), Allow: auth.Sources{local}})
 	c := callerOf(t, netip.AddrPortFrom(netip.MustParseAddr("fe80::1%lo"), r.addr().Port()))

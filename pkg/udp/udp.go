@@ -80,6 +80,8 @@ type Config struct {
 	Software string           // the version of this program, for a log line
 	Sockets  *listen.Sockets  // opens the sockets; nil: nobody can take them over
 	Log      *slog.Logger
+
+	late time.Duration // see newQueue; only tests set it
 }
 
 func (c Config) orDefault() Config {
@@ -273,7 +275,7 @@ func (f *FrontDoor) newPort(l Listener, socket *net.UDPConn, conns context.Conte
 func newPort(l Listener, socket *net.UDPConn, conns context.Context, cfg *Config, limits Limits) *port {
 	p := &port{
 		Listener: l, line: l, socket: socket, keep: keepConn, gone: make(chan struct{}),
-		counters: cfg.Counters, core: cfg.Core, software: cfg.Software, sink: &cfg.Sink,
+		counters: cfg.Counters, core: cfg.Core, software: cfg.Software, sink: &cfg.Sink, late: cfg.late,
 		log:   cfg.Log.With("frontend", l.Listen),
 		table: newTable(limits), current: make(map[string]*mux), muxes: make(map[*mux]struct{}),
 		openers: make(map[netip.Prefix]int),

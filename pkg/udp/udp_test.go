@@ -374,6 +374,9 @@ func TestStalledConn(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer other.Close()
+	// With small buffers, the conn takes little before it stalls. So what waits when the queue is full is lost.
+	stalled.SetWriteBuffer(1 << 16)
+	other.SetReadBuffer(1 << 16)
 	r := run(t, Listener{Target: "127.0.0.1:1"}, func(f *FrontDoor, _ *Edge) {
 		f.dialer = dialerFunc(func() (net.Conn, error) { return stalled, nil })
 	})
@@ -498,7 +501,7 @@ func TestEdgeDrains(t *testing.T) {
 	r := run(t, Listener{Target: addr})
 	c := r.caller()
 	ask(t, c, "before")
-	next := NewEdge(policy(t), EdgeConfig{Log: slog.New(slog.DiscardHandler)})
+	next := NewEdge(policy(t), EdgeConfig{Log: slog.New(slog.DiscardHandler), late: never})
 	ended := make(chan struct{})
 	ctx, cancel := context.WithCancel(t.Context())
 	defer func() {
