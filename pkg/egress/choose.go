@@ -99,6 +99,9 @@ func (c *chooser) run(ctx context.Context, guard func(what string, do func() err
 		case <-ctx.Done():
 			return nil
 		}
+		if c.table.Load() == nil {
+			continue // no dial succeeds before the first table
+		}
 		select {
 		case <-time.After(settle):
 		case <-ctx.Done():

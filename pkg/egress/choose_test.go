@@ -2,9 +2,11 @@ package egress
 
 import (
 	"context"
+	"log/slog"
 	"maps"
 	"net"
 	"net/netip"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -204,6 +206,28 @@ func TestChoose(t *testing.T) {
 	if _, err := newChooser(Config{Strategies: only{"desthost"}}, nil, nil); err == nil {
 		t.Error("a misspelt strategy is accepted")
 	}
+}
+
+// The front door is not ready between the moment when the source is known and the first table.
+func TestReadyWithTheFirstTable(t *testing.T) {
+	n := &nodes{reach: map[tunnel.NodeName]konnectivity.Identifiers{}, unknown: true, changed: make(chan struct{})}
+	door, err := New(Config{HTTPConnect: []string{"unix://" + filepath.Join(t.TempDir(), "s")}, Identifiers: n}, n, n,
+		slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	testkit.Run(t, door.Run)
+	testkit.Eventually(t, "the front door waits for the source", func() bool { return door.Ready() == nil })
+	n.mu.Lock()
+	n.unknown = false
+	changed := n.changed
+	n.changed = make(chan struct{})
+	n.mu.Unlock()
+	if door.Ready() == nil {
+		t.Error("the front door is ready, but its dials know nothing")
+	}
+	close(changed)
+	testkit.Eventually(t, "the front door is ready", func() bool { return door.Ready() == nil })
 }
 
 // The next dial uses strategies that have changed. A strategy that is not known changes nothing.

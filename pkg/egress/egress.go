@@ -181,12 +181,16 @@ const (
 // Name implements tunnel.Module.
 func (f *FrontDoor) Name() string { return name }
 
-// Ready returns nil while all listeners are open.
+// Ready returns nil while all listeners are open, and dials use what the source knows. A source that knows nothing says
+// so itself.
 func (f *FrontDoor) Ready() error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if !f.up {
+	switch {
+	case !f.up:
 		return errors.New("egress listeners are not open")
+	case f.chooser.source.Known() && f.chooser.table.Load() == nil:
+		return errors.New("the table of the nodes' addresses is not complete")
 	}
 	return nil
 }

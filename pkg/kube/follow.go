@@ -4,6 +4,7 @@ import (
 	"context"
 
 	"github.com/go-logr/logr"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
@@ -53,7 +54,11 @@ func (c *Client) followObjects(
 		},
 		WatchFuncWithContext: func(ctx context.Context, o metav1.ListOptions) (watch.Interface, error) {
 			w, err := from.watch(ctx, matching(o, match))
-			reportUnlessDone(ctx, err)
+			// An API server without the feature WatchList refuses a watch that is to begin with all objects. The
+			// reflector then lists them, and that request is reported.
+			if o.SendInitialEvents == nil || !apierrors.IsInvalid(err) {
+				reportUnlessDone(ctx, err)
+			}
 			return w, err
 		},
 	}

@@ -11,7 +11,27 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/tools/cache"
+
+	"tunnel.example/tunnel/internal/testkit"
 )
+
+// An API server without WatchList is no failure.
+func TestFollowWithoutWatchList(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	s := serve(t, listAndWatchMetadata(ctx, t, []string{metadataJSON("edge1", "1")}, nil))
+	log, lines := testkit.NewLog()
+	nodes, err := s.Nodes("", log)
+	if err != nil {
+		t.Fatal(err)
+	}
+	running := testkit.Run(t, nodes.Run)
+	testkit.Eventually(t, "the node is known", func() bool { may, _ := nodes.May("edge1"); return may })
+	cancel()
+	running.Stop()
+	if got := lines.String(); got != "" {
+		t.Errorf("the log is %s", got)
+	}
+}
 
 // A request that fails because the context ends is not reported as a success, so the log does not
 // say that objects "can be read again".
