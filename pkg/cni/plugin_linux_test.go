@@ -311,7 +311,7 @@ func TestOfflineReboot(t *testing.T) {
 		defer p.end()
 		p.end()
 	}
-	for deadline := time.Now().Add(10 * time.Second); len(hostLinks(t)) > 0; time.Sleep(20 * time.Millisecond) {
+	for deadline := time.Now().Add(time.Minute); len(hostLinks(t)) > 0; time.Sleep(20 * time.Millisecond) {
 		if time.Now().After(deadline) {
 			t.Fatalf("the links %v live longer than their namespaces", hostLinks(t))
 		}
@@ -351,7 +351,7 @@ func TestStatus(t *testing.T) {
 	refused(t, "a full pool", c.status(), types.ErrPluginNotAvailable, "subnet 10.88.1.0/30 has no free address")
 	p.end() // and nobody calls DEL
 	err := c.status()
-	for deadline := time.Now().Add(10 * time.Second); err != nil && time.Now().Before(deadline); err = c.status() {
+	for deadline := time.Now().Add(time.Minute); err != nil && time.Now().Before(deadline); err = c.status() {
 		time.Sleep(20 * time.Millisecond)
 	}
 	if err != nil {

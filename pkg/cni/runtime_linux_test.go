@@ -311,7 +311,7 @@ func hostLinks(t *testing.T) (names []string) {
 // background.
 func (c *containers) nothingLeft(why string) {
 	c.t.Helper()
-	for deadline := time.Now().Add(10 * time.Second); ; time.Sleep(20 * time.Millisecond) {
+	for deadline := time.Now().Add(time.Minute); ; time.Sleep(20 * time.Millisecond) {
 		links, used := hostLinks(c.t.(*testing.T)), c.inUse()
 		if len(links) == 0 && len(used) == 0 {
 			return

@@ -207,7 +207,7 @@ func distinct(t *testing.T, c *containers, pods ...*pod) {
 // onlyOne waits until STATUS has freed everything but one pod's addresses and link.
 func (c *containers) onlyOne(p *pod, why string) {
 	c.t.Helper()
-	for deadline := time.Now().Add(10 * time.Second); ; time.Sleep(20 * time.Millisecond) {
+	for deadline := time.Now().Add(time.Minute); ; time.Sleep(20 * time.Millisecond) {
 		if err := c.status(); err != nil {
 			c.t.Fatalf("%s: STATUS: %v", why, err)
 		}

@@ -65,7 +65,7 @@ func TestPanicsOfSweep(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			r := run(t, Listener{Node: "edge1", Target: target(t, echo)}, func(f *FrontDoor, _ *Edge) {
-				f.cfg.Sink, f.idle = sink, 600*time.Millisecond
+				f.cfg.Sink, f.idle = sink, 3*time.Second
 			})
 			for i := range uint64(2) {
 				if got := ask(t, r.caller(), "hello"); got != "hello" {

@@ -138,6 +138,28 @@ func ping(c net.Conn) error {
 	return err
 }
 
+// pingUDP expects an echo of a datagram, and sends it again after each second: one that waits long for a processor is
+// lost.
+func pingUDP(c net.Conn) error {
+	question := time.Now().Format(time.RFC3339Nano)
+	for late := time.Now().Add(hangs); ; {
+		if _, err := io.WriteString(c, question); err != nil {
+			return err
+		}
+		if err := c.SetReadDeadline(time.Now().Add(time.Second)); err != nil {
+			return err
+		}
+		b := make([]byte, 100)
+		n, err := c.Read(b)
+		for err == nil && string(b[:n]) != question { // an answer to what was asked before
+			n, err = c.Read(b)
+		}
+		if err == nil || !errors.Is(err, os.ErrDeadlineExceeded) || time.Now().After(late) {
+			return err
+		}
+	}
+}
+
 // more waits until n more callers were served.
 func (c *callers) more(n int64) {
 	c.t.Helper()
@@ -329,10 +351,7 @@ func (p *pair) sendDatagram(door string) error {
 		return err
 	}
 	p.t.Cleanup(func() { conn.Close() }) // until then its flow stays
-	if err = conn.SetDeadline(time.Now().Add(hangs)); err != nil {
-		return err
-	}
-	return ping(conn)
+	return pingUDP(conn)
 }
 
 // connect asks an egress socket for a target by HTTP CONNECT.

@@ -173,12 +173,12 @@ func TestRestartCloud(t *testing.T) {
 	var old []int
 	for range restarts {
 		traffic.more(callersPerSecond)
-		if err := ping(flow); err != nil {
+		if err := pingUDP(flow); err != nil {
 			t.Errorf("UDP before: %v", err)
 		}
 		done := p.restart("cloud")
 		old = append(old, done.Old)
-		if err := ping(flow); err != nil {
+		if err := pingUDP(flow); err != nil {
 			t.Errorf("UDP after: %v", err)
 		}
 		if err := rig.Ready(p.CloudHealth()); err != nil {

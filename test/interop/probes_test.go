@@ -244,8 +244,13 @@ func (s *stack) stall() (c net.Conn, ended <-chan struct{}, stop func(), err err
 		stop()
 		return nil, nil, nil, err
 	}
-	for before := int64(0); sent.Load() == 0 || sent.Load() != before; time.Sleep(500 * time.Millisecond) {
-		before = sent.Load()
+	// Four equal looks: at one of them, a process on the way may wait for a processor.
+	for before, equal := int64(0), 0; equal < 4; time.Sleep(500 * time.Millisecond) {
+		now := sent.Load()
+		if equal++; now == 0 || now != before {
+			equal = 0
+		}
+		before = now
 	}
 	return c, end, stop, nil
 }

@@ -89,7 +89,7 @@ func (c *udpCaller) answered(t *testing.T, limit time.Duration, what string) tim
 	return testkit.Within(t, limit, what, func() error { return c.askSince(first, poll) })
 }
 
-// noUDPIsLost fails if a replica or an edge has dropped a datagram.
+// noUDPIsLost fails if a replica or an edge has dropped a datagram that has not waited too long for a processor.
 func noUDPIsLost(t *testing.T, m interface {
 	Metrics() (map[string]float64, error)
 }) {
@@ -99,7 +99,7 @@ func noUDPIsLost(t *testing.T, m interface {
 		t.Fatal(err)
 	}
 	for name, n := range all {
-		if strings.HasPrefix(name, "tunnel_udp_dropped_total") && n != 0 {
+		if strings.HasPrefix(name, "tunnel_udp_dropped_total") && !strings.Contains(name, `"late"`) && n != 0 {
 			t.Errorf("%s is %v", name, n)
 		}
 	}
@@ -114,9 +114,7 @@ func TestUDPEverywhere(t *testing.T) {
 		for range 3 {
 			c := f.udpCaller(r)
 			for range 100 {
-				if err := c.ask(atOnce); err != nil {
-					t.Fatalf("through %s: %v", r.Name, err)
-				}
+				c.answered(t, atOnce, "the target answers through "+r.Name)
 			}
 		}
 		noUDPIsLost(t, r)
@@ -164,7 +162,8 @@ func TestUDPWhileAReplicaStops(t *testing.T) {
 		answers, last := 0, started
 		for time.Since(started) < 8*time.Second { // longer than the three seconds of the hand over
 			silent := time.Since(last)
-			if err := c.ask(atOnce); err != nil {
+			first := c.n + 1
+			if err := testkit.Poll(atOnce, func() error { return c.askSince(first, time.Second) }); err != nil {
 				if silent > 1500*time.Millisecond {
 					t.Logf("this machine was late to ask: the flow has ended, as it may after two idle seconds")
 					return

@@ -81,6 +81,18 @@ func forward(t *testing.T, target string, may ...string) *ports {
 	return p
 }
 
+// late returns how many datagrams have waited too long for a processor.
+func (p *ports) late() (n int) {
+	for _, health := range []string{p.pair.CloudHealth(), p.pair.EdgeHealth()} {
+		all, err := rig.Metrics(health)
+		if err != nil {
+			p.t.Error(err)
+		}
+		n += int(all[`tunnel_udp_dropped_total{reason="late"}`])
+	}
+	return n
+}
+
 func (p *ports) nothingIsLost() {
 	for side, health := range map[string]string{"cloud": p.pair.CloudHealth(), "edge": p.pair.EdgeHealth()} {
 		all, err := rig.Metrics(health)
