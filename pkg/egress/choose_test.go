@@ -6,7 +6,6 @@ import (
 	"maps"
 	"net"
 	"net/netip"
-	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -210,24 +209,23 @@ func TestChoose(t *testing.T) {
 
 // The front door is not ready between the moment when the source is known and the first table.
 func TestReadyWithTheFirstTable(t *testing.T) {
-	n := &nodes{reach: map[tunnel.NodeName]konnectivity.Identifiers{}, unknown: true, changed: make(chan struct{})}
-	door, err := New(Config{HTTPConnect: []string{"unix://" + filepath.Join(t.TempDir(), "s")}, Identifiers: n}, n, n,
-		slog.New(slog.DiscardHandler))
+	n := &nodes{reach: map[tunnel.NodeName]konnectivity.Identifiers{}, unknown: true}
+	door, err := New(Config{Identifiers: n}, n, n, slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
 	}
-	testkit.Run(t, door.Run)
-	testkit.Eventually(t, "the front door waits for the source", func() bool { return door.Ready() == nil })
-	n.mu.Lock()
+	door.setUp(true)
+	if err := door.Ready(); err != nil {
+		t.Errorf("the front door waits for a source that cannot be read: %v", err)
+	}
 	n.unknown = false
-	changed := n.changed
-	n.changed = make(chan struct{})
-	n.mu.Unlock()
 	if door.Ready() == nil {
 		t.Error("the front door is ready, but its dials know nothing")
 	}
-	close(changed)
-	testkit.Eventually(t, "the front door is ready", func() bool { return door.Ready() == nil })
+	door.chooser.refresh()
+	if err := door.Ready(); err != nil {
+		t.Error(err)
+	}
 }
 
 // The next dial uses strategies that have changed. A strategy that is not known changes nothing.

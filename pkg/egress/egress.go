@@ -181,15 +181,15 @@ const (
 // Name implements tunnel.Module.
 func (f *FrontDoor) Name() string { return name }
 
-// Ready returns nil while all listeners are open, and dials use what the source knows. A source that knows nothing says
-// so itself.
+// Ready returns nil while all listeners are open and dials can find nodes. Before the source knows the nodes, Ready
+// looks at the listeners only: the source has a line of its own in /readyz.
 func (f *FrontDoor) Ready() error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	switch {
 	case !f.up:
 		return errors.New("egress listeners are not open")
-	case f.chooser.source.Known() && f.chooser.table.Load() == nil:
+	case f.chooser.table.Load() == nil && f.chooser.source.Known():
 		return errors.New("the table of the nodes' addresses is not complete")
 	}
 	return nil

@@ -239,7 +239,8 @@ func (f *FrontDoor) announceNeighboursOnce(announced map[*tunnel.Session][]Neigh
 // lans finds the nodes with an address in a network.
 type lans struct {
 	owners []owner // sorted by address
-	// networks are the networks of each node's pods that overlap those of no other node: a kubelet may claim any network.
+	// networks has the networks of each node's pods. It leaves out a network that overlaps one of another node: a
+	// kubelet may claim any network.
 	networks map[tunnel.NodeName][]netip.Prefix
 }
 

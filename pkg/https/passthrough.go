@@ -76,9 +76,13 @@ type passthroughKey struct {
 // With the defaults that is half of the node's conns, so callers in allowfrom always get some.
 const strangersTogether = 8
 
-// admit counts a connection from a to node. It returns false if there are limit connections from the source of a, which
-// is an IPv4 address or an IPv6 /64. It also returns false if the /56 of a has twice the limit, its /48 four times, or
-// all strangers together strangersTogether times. The caller calls release when the connection has ended.
+// admit counts a connection from a to node, and returns true. It returns false, and counts nothing, if one of these has
+// as many connections to node as it may have:
+//   - the source of a, which is an IPv4 address or an IPv6 /64: limit;
+//   - the IPv6 /56 of a: twice limit; its /48: four times;
+//   - all strangers together: strangersTogether times limit.
+//
+// The caller calls release when the connection has ended.
 func (p *passthroughCounter) admit(a netip.Addr, node tunnel.NodeName, limit int) (release func(), ok bool) {
 	type bound struct {
 		key  passthroughKey

@@ -54,8 +54,8 @@ func (c *Client) followObjects(
 		},
 		WatchFuncWithContext: func(ctx context.Context, o metav1.ListOptions) (watch.Interface, error) {
 			w, err := from.watch(ctx, matching(o, match))
-			// An API server without the feature WatchList refuses a watch that is to begin with all objects. The
-			// reflector then lists them, and that request is reported.
+			// An API server without the feature WatchList refuses a watch that begins with the present objects (422).
+			// That is no failure: the reflector then asks for a list, and the outcome of that request is reported.
 			if o.SendInitialEvents == nil || !apierrors.IsInvalid(err) {
 				reportUnlessDone(ctx, err)
 			}

@@ -406,8 +406,8 @@ func (s *Services) resize(before, now slice) bool {
 	return true
 }
 
-// leaveRoom stops counting the slices that are missing in a new list. Replace removes them only after it has set the
-// slices in the list, which may need their room. The caller holds mu.
+// leaveRoom takes the slices that are missing in a new list out of the count. Replace sets the slices of the list
+// before it removes the missing ones, and the new ones may need their room. The caller holds mu.
 func (s *Services) leaveRoom(list []any) {
 	there := make(map[string]bool, len(list))
 	for _, o := range list {

@@ -374,7 +374,8 @@ func TestStalledConn(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer other.Close()
-	// With small buffers, the conn takes little before it stalls. So what waits when the queue is full is lost.
+	// The conn has small buffers, so it stalls after a few datagrams. The kernel then cannot take what waits in the full
+	// queue, and the reset loses it.
 	stalled.SetWriteBuffer(1 << 16)
 	other.SetReadBuffer(1 << 16)
 	r := run(t, Listener{Target: "127.0.0.1:1"}, func(f *FrontDoor, _ *Edge) {
@@ -452,7 +453,8 @@ func TestLimits(t *testing.T) {
 
 // When the front door stops, it opens no flow. Flows in use go on, and end when they are idle.
 func TestDrain(t *testing.T) {
-	// While the front door drains, a flow ends after drainIdle. On a busy machine it must not be shorter.
+	// While the front door drains, a flow ends when it has been idle for f.idle or for drainIdle. This process may wait
+	// half a second for a processor between two questions, so f.idle is long.
 	r := run(t, Listener{Target: target(t, echo)}, func(f *FrontDoor, _ *Edge) { f.idle = 2 * drainIdle })
 	c := r.caller()
 	ask(t, c, "before")
