@@ -1,7 +1,9 @@
 package main
 
 import (
+	"bufio"
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -10,6 +12,7 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"text/tabwriter"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -17,6 +20,7 @@ import (
 
 	"tunnel.example/tunnel/conf"
 	"tunnel.example/tunnel/pkg/api"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // askFlags are the flags of a command that sends a request to a running cloud or edge, over its admin socket.
@@ -83,16 +87,54 @@ func (a *askFlags) sockets() ([]daemonSocket, error) {
 
 // cloud returns a client of the cloud that the flags name.
 func (a *askFlags) cloud() (*api.Client, error) {
+	return a.client("cloud", "this file configures an edge: run this on the cloud, or give the cloud's file")
+}
+
+// edge returns a client of the edge that the flags name.
+func (a *askFlags) edge() (*api.Client, error) {
+	return a.client("edge", "this file configures a cloud: run this on an edge, or give the edge's file")
+}
+
+// client returns a client of the daemon with a mode. If the flags name a daemon of the other mode alone, the error has
+// the text other.
+func (a *askFlags) client(mode, other string) (*api.Client, error) {
 	all, err := a.sockets()
 	if err != nil {
 		return nil, err
 	}
 	for _, s := range all {
-		if s.mode != "edge" {
+		if s.mode == mode || s.mode == "" {
 			return api.NewClient(s.path), nil
 		}
 	}
-	return nil, configError(errors.New("this file configures an edge: run this on the cloud, or give the cloud's file"))
+	return nil, configError(errors.New(other))
+}
+
+// askEach calls f for the socket of each daemon that the flags name. An error of one daemon does not end the loop.
+func askEach(cmd *cobra.Command, ask *askFlags, f func(s daemonSocket, name string) error) error {
+	sockets, err := ask.sockets()
+	if err != nil {
+		return err
+	}
+	var failure error
+	for _, s := range sockets {
+		if err := f(s, cmp.Or(s.mode, s.path)); err != nil {
+			failure = also(failure, err)
+		}
+	}
+	return failure
+}
+
+// also joins the errors of two daemons, of which the first may be nil. The exit code is that of the first error.
+func also(first, second error) error {
+	if first == nil {
+		return second
+	}
+	code := exitRuntime
+	if exit, ok := errors.AsType[*exitError](first); ok {
+		code = exit.code
+	}
+	return &exitError{code, errors.Join(first, second)}
 }
 
 // askTimeout is how long a request to a daemon of this machine may take. The daemon may ask other replicas meanwhile.
@@ -252,4 +294,26 @@ func millis(seconds float64) string {
 		return "-"
 	}
 	return fmt.Sprintf("%.1fms", seconds*1000)
+}
+
+// printTable prints n lines below a head, or the text none if n is 0. line returns the cells of a line.
+func printTable(w io.Writer, head string, n int, none string, line func(i int) []string) error {
+	if n == 0 {
+		_, err := fmt.Fprintln(w, none)
+		return err
+	}
+	out := bufio.NewWriter(w) // a table writes each cell by itself
+	table := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
+	fmt.Fprintln(table, head)
+	for i := range n {
+		cells := line(i)
+		for k := range cells { // some of the text comes from nodes, or from the cluster
+			cells[k] = tunnel.Printable(cells[k])
+		}
+		fmt.Fprintln(table, strings.Join(cells, "\t"))
+	}
+	if err := table.Flush(); err != nil {
+		return err
+	}
+	return out.Flush()
 }

@@ -1,7 +1,6 @@
 package main
 
 import (
-	"bufio"
 	"cmp"
 	"context"
 	"errors"
@@ -10,7 +9,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"text/tabwriter"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -259,19 +257,13 @@ func printCertificates(w io.Writer, list *api.CertificateList, output *outputFla
 		return err
 	}
 	rows := certRows(list)
-	if len(rows) == 0 {
-		_, err := fmt.Fprintln(w, "no certificates")
-		return err
-	}
 	wide := output.form == "wide"
-	out := bufio.NewWriter(w) // a table writes each cell by itself
-	table := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
 	head := "KIND\tHOLDER\tSIGNED BY\tENDS\tSERIAL\tNOTE"
 	if wide {
 		head += "\tSTARTS AT\tENDS AT"
 	}
-	fmt.Fprintln(table, head)
-	for _, r := range rows {
+	err := printTable(w, head, len(rows), "no certificates", func(i int) []string {
+		r := &rows[i]
 		serial := r.Serial
 		if !wide && len(serial) > 12 {
 			serial = serial[:12] + "…"
@@ -286,22 +278,19 @@ func printCertificates(w io.Writer, list *api.CertificateList, output *outputFla
 			}
 			line = append(line, starts, r.Ends.Format(time.RFC3339))
 		}
-		for k := range line {
-			line[k] = tunnel.Printable(line[k])
-		}
-		fmt.Fprintln(table, strings.Join(line, "\t"))
-	}
-	if err := table.Flush(); err != nil {
+		return line
+	})
+	if err != nil || len(rows) == 0 {
 		return err
 	}
 	for _, p := range list.Processes {
 		if p.Signer != "" && !slices.ContainsFunc(rows, func(r certRow) bool { return r.Name == p.Signer }) {
-			fmt.Fprintf(out, "%s signs nodes' certificates.\n", tunnel.Printable(p.Signer))
+			fmt.Fprintf(w, "%s signs nodes' certificates.\n", tunnel.Printable(p.Signer))
 			break
 		}
 	}
 	if list.Without > 0 {
-		fmt.Fprintf(out, "%d nodes, connected or away, have no certificate that the cloud knows.\n", list.Without)
+		fmt.Fprintf(w, "%d nodes, connected or away, have no certificate that the cloud knows.\n", list.Without)
 	}
-	return out.Flush()
+	return nil
 }

@@ -10,6 +10,7 @@ import (
 	"tunnel.example/tunnel/conf"
 	"tunnel.example/tunnel/pkg/api"
 	"tunnel.example/tunnel/pkg/setup"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 func newCertRotateCommand() *cobra.Command {
@@ -52,7 +53,8 @@ Exit codes: 0 done; 1 failed; 3 the configuration has no CA to replace; 5 nodes 
 					defer cancel()
 					answer, failed := client.Renew(ctx, nil)
 					if failed == nil && len(answer.Incomplete) > 0 {
-						failed = errors.New("not every replica has asked its nodes: " + strings.Join(answer.Incomplete, "; "))
+						failed = errors.New("not every replica has asked its nodes: " +
+							tunnel.Printable(strings.Join(answer.Incomplete, "; ")))
 					}
 					return failed
 				},

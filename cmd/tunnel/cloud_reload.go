@@ -52,21 +52,52 @@ func newCloudReloader(
 	return r
 }
 
-// live reports whether a key of a cloud's file can change while the cloud runs.
-func (d *cloudDoors) live(key string) bool {
-	const root = "mode.cloud."
-	for _, table := range []string{"tcp", "tcpallow", "tcpproxyfrom", "tcpsendproxy", "udp", "udpallow"} {
-		if strings.HasPrefix(key, root+table+".") {
+// live returns which keys of a cloud's file can change while the cloud runs, if these are all changes.
+//
+// The lists of the https front door and of egress say who may connect to ports that other keys of the same table
+// describe, such as tls and clientca. If one of these other keys changes, which needs a restart, the lists wait for the
+// restart, too: new lists must not open the old ports. So a file without [mode.cloud.https] leaves the ports and
+// allowfrom as they are.
+func (d *cloudDoors) live(changes []conf.Change) func(key string) bool {
+	httpsLists, egressLists := d.https != nil, d.egress != nil
+	for _, c := range changes {
+		key := strings.TrimPrefix(c.Key, cloudRoot)
+		httpsLists = httpsLists && (isHTTPSList(key) || !strings.HasPrefix(key, "https."))
+		egressLists = egressLists && (isEgressList(key) || !strings.HasPrefix(key, "egress."))
+	}
+	return func(key string) bool {
+		key, ok := strings.CutPrefix(key, cloudRoot)
+		if !ok {
+			return false
+		}
+		for _, table := range []string{"tcp", "tcpallow", "tcpproxyfrom", "tcpsendproxy", "udp", "udpallow"} {
+			if strings.HasPrefix(key, table+".") {
+				return true
+			}
+		}
+		switch key {
+		case "admin.forwards", "join.servers", "limits.flows", "limits.flowsperaddress":
 			return true
 		}
+		return httpsLists && isHTTPSList(key) || egressLists && isEgressList(key)
 	}
-	switch strings.TrimPrefix(key, root) {
-	case "admin.forwards", "join.servers", "limits.flows", "limits.flowsperaddress":
-		return true
+}
+
+const cloudRoot = "mode.cloud."
+
+// isHTTPSList reports whether a key changes together with the lists of the https front door.
+func isHTTPSList(key string) bool {
+	switch key {
 	case "https.allowfrom", "https.clientnames", "https.callers", "limits.connsperaddress":
-		return d.https != nil
+		return true
+	}
+	return false
+}
+
+func isEgressList(key string) bool {
+	switch key {
 	case "egress.strategies", "egress.defaultnodes", "egress.clientnames":
-		return d.egress != nil
+		return true
 	}
 	return false
 }
@@ -89,15 +120,17 @@ func (r *cloudReloader) candidate(c *conf.Cloud) (*candidate, error) {
 	}
 	return &candidate{
 		settings: c.Settings(), warnings: slices.Concat(c.Warnings, told.texts),
-		prepare: func(ctx context.Context) (tunnel.PreparedAll, error) {
-			all, err := r.doors.prepare(ctx, c)
+		prepare: func(ctx context.Context, live func(string) bool) (tunnel.PreparedAll, error) {
+			all, err := r.doors.prepare(ctx, c, live)
 			return append(all, tunnel.Prepared{Commit: func() { r.loaded = c }, Abort: func() {}}), err
 		},
 	}, nil
 }
 
-// prepare prepares the changes of the front doors to the configuration c.
-func (d *cloudDoors) prepare(ctx context.Context, c *conf.Cloud) (tunnel.PreparedAll, error) {
+// prepare prepares the changes of the front doors to the configuration c, of the keys that are live.
+func (d *cloudDoors) prepare(
+	ctx context.Context, c *conf.Cloud, live func(key string) bool,
+) (tunnel.PreparedAll, error) {
 	var strategies []egress.Strategy
 	for _, s := range c.Egress.Strategies {
 		strategies = append(strategies, egress.Strategy(s))
@@ -108,13 +141,13 @@ func (d *cloudDoors) prepare(ctx context.Context, c *conf.Cloud) (tunnel.Prepare
 		atOnce(func() {
 			d.udp.SetLimits(udpLimits(c.Limits))
 			d.servers.Store(&c.Join.Servers)
-			if d.https != nil {
+			if live(cloudRoot + "https.allowfrom") {
 				d.https.SetLists(https.Lists{
 					ClientNames: c.HTTPS.ClientNames, Callers: httpsCallers(c.HTTPS), AllowFrom: c.HTTPS.AllowFrom,
 					ConnsPerAddress: c.Limits.ConnsPerAddress,
 				})
 			}
-			if d.egress != nil {
+			if live(cloudRoot + "egress.clientnames") {
 				d.egressNames.Store(&c.Egress.ClientNames)
 				d.egress.SetStrategies(strategies, c.Egress.DefaultNodes) //nolint:errcheck // conf has checked them
 			}

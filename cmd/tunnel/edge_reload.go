@@ -17,7 +17,9 @@ func newEdgeReloader(
 	w *edgeWiring, file string, hangups <-chan os.Signal, stop context.CancelFunc,
 ) *reloader {
 	r := newReloader(w.daemon, w.conf.Settings(), hangups, stop)
-	r.live = func(key string) bool { return key == "mode.edge.allow" || key == "mode.edge.limits.flows" }
+	r.live = func([]conf.Change) func(key string) bool {
+		return func(key string) bool { return key == "mode.edge.allow" || key == "mode.edge.limits.flows" }
+	}
 	r.read = func() (*candidate, error) {
 		e, err := conf.LoadEdge(file, environment())
 		if err != nil {
@@ -33,7 +35,7 @@ func newEdgeReloader(
 		}
 		return &candidate{
 			settings: e.Settings(), warnings: slices.Concat(e.Warnings, told.texts),
-			prepare: func(context.Context) (tunnel.PreparedAll, error) {
+			prepare: func(context.Context, func(string) bool) (tunnel.PreparedAll, error) {
 				return prepareAll(atOnce(func() {
 					w.policy.Adopt(policy)
 					w.datagrams.SetFlows(e.Limits.Flows)

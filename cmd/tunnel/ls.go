@@ -1,7 +1,6 @@
 package main
 
 import (
-	"bufio"
 	"cmp"
 	"context"
 	"errors"
@@ -10,7 +9,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"text/tabwriter"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -54,7 +52,7 @@ Exit codes: 0 ok, 1 the list is incomplete or no cloud answers, 5 a node that wa
 				return err
 			}
 			for _, why := range list.Incomplete {
-				fmt.Fprintln(cmd.ErrOrStderr(), "warning: the list is incomplete: "+why)
+				fmt.Fprintln(cmd.ErrOrStderr(), "warning: the list is incomplete: "+tunnel.Printable(why))
 			}
 			return verdict(list, names, unknown, missing)
 		},
@@ -108,31 +106,19 @@ func printNodes(w io.Writer, list *api.NodeList, output *outputFlag) error {
 	if done, err := output.encode(w, list); done {
 		return err
 	}
-	if len(list.Nodes) == 0 {
-		_, err := fmt.Fprintln(w, "no nodes")
-		return err
-	}
 	wide := output.form == "wide"
-	out := bufio.NewWriter(w) // a table writes each cell by itself
-	table := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
 	head := "NAME\tSTATE\tSINCE\tREPLICA\tREMOTE\tRTT\tCONNS\tSENT\tRECEIVED\tVERSION\tENDS"
 	if wide {
 		head += "\tKIND\tSESSIONS\tISSUED\tFIRST SEEN\tLAST END"
 	}
-	fmt.Fprintln(table, head)
-	for i := range list.Nodes {
-		n := &list.Nodes[i]
-		line := cells(n, list.Time, wide)
-		for k := range line { // some of the text comes from nodes
-			line[k] = tunnel.Printable(line[k])
-		}
-		fmt.Fprintln(table, strings.Join(line, "\t"))
-	}
-	if err := table.Flush(); err != nil {
+	err := printTable(w, head, len(list.Nodes), "no nodes", func(i int) []string {
+		return cells(&list.Nodes[i], list.Time, wide)
+	})
+	if err != nil || len(list.Nodes) == 0 {
 		return err
 	}
-	fmt.Fprintf(out, "%d connected, %d missing\n", count(list, api.Connected), count(list, api.Missing))
-	return out.Flush()
+	_, err = fmt.Fprintf(w, "%d connected, %d missing\n", count(list, api.Connected), count(list, api.Missing))
+	return err
 }
 
 // cells returns the line of a node. now is the cloud's clock.

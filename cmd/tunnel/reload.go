@@ -1,7 +1,6 @@
 package main
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -29,9 +28,10 @@ import (
 // file with a problem changes nothing.
 type reloader struct {
 	// Set once.
-	mode  string // "cloud" or "edge"
-	read  func() (*candidate, error)
-	live  func(key string) bool // reports whether a key can change while the process runs
+	mode string // "cloud" or "edge"
+	read func() (*candidate, error)
+	// live returns which keys can change while the process runs, if these are all changes.
+	live  func(changes []conf.Change) func(key string) bool
 	log   *slog.Logger
 	trail tunnel.Trail       // of the audit; nil: off
 	stop  context.CancelFunc // stops the daemon
@@ -52,8 +52,8 @@ var errLeft = conflictf("another process has just taken over: run the command ag
 type candidate struct {
 	settings conf.Settings
 	warnings []string
-	// prepare prepares all changes that can take effect while the process runs.
-	prepare func(ctx context.Context) (tunnel.PreparedAll, error)
+	// prepare prepares all changes that can take effect while the process runs: those of the keys that are live.
+	prepare func(ctx context.Context, live func(key string) bool) (tunnel.PreparedAll, error)
 }
 
 // reloaded says what a reload has done.
@@ -162,27 +162,29 @@ func (r *reloader) applyLocked(
 	// Lists that are not nil, for JSON.
 	done := &reloaded{Mode: r.mode, Applied: []conf.Change{}, Restart: []conf.Change{}, Warnings: next.warnings}
 	now := make(conf.Settings) // what runs afterwards
-	for _, c := range r.running.Changes(next.settings) {
-		if r.live(c.Key) {
+	changes := r.running.Changes(next.settings)
+	live := r.live(changes)
+	for _, c := range changes {
+		if live(c.Key) {
 			done.Applied = append(done.Applied, c)
 		} else {
 			done.Restart = append(done.Restart, c)
 		}
 	}
 	for key, s := range next.settings {
-		if r.live(key) {
+		if live(key) {
 			now[key] = s
 		}
 	}
 	for key, s := range r.running {
-		if !r.live(key) {
+		if !live(key) {
 			now[key] = s
 		}
 	}
 	if r.mode == "cloud" && r.drained.Load() {
 		done.Warnings = append(done.Warnings, drainedWarning)
 	}
-	prepared, err := next.prepare(ctx)
+	prepared, err := next.prepare(ctx, live)
 	if err == nil && commit != nil {
 		if err = commit(); err != nil {
 			prepared.Abort()
@@ -311,37 +313,19 @@ problem.`,
 			if err := output.check(); err != nil {
 				return err
 			}
-			sockets, err := ask.sockets()
-			if err != nil {
-				return err
-			}
-			var failure error // the first one; the other daemon reloads nevertheless
-			for _, s := range sockets {
+			return askEach(cmd, &ask, func(s daemonSocket, name string) error {
 				done := new(reloaded)
-				client := api.NewClient(s.path)
-				if err = client.Call(cmd.Context(), http.MethodPost, "/v1/reload", nil, done); err != nil {
-					failure = also(failure, failed(err))
-					continue
+				err := api.NewClient(s.path).Call(cmd.Context(), http.MethodPost, "/v1/reload", nil, done)
+				if err != nil {
+					return failed(err)
 				}
-				if err = printReloaded(cmd, cmp.Or(s.mode, s.path), done, &output); err != nil {
-					return err
-				}
-			}
-			return failure
+				return printReloaded(cmd, name, done, &output)
+			})
 		},
 	}
 	ask.register(cmd, cloudFile, edgeFile)
 	output.register(cmd, "text", "json", "yaml")
 	return cmd
-}
-
-// also joins the errors of two daemons. The exit code is that of the first one.
-func also(first, second error) error {
-	exit, ok := errors.AsType[*exitError](first)
-	if !ok {
-		return second
-	}
-	return &exitError{exit.code, errors.Join(exit, second)}
 }
 
 // printReloaded prints what the daemon called name has done, in the form of the flag.

@@ -18,6 +18,8 @@ import (
 	"tunnel.example/tunnel/conf"
 	"tunnel.example/tunnel/internal/testkit"
 	"tunnel.example/tunnel/internal/testkit/testca"
+	"tunnel.example/tunnel/pkg/egress"
+	"tunnel.example/tunnel/pkg/https"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
@@ -99,8 +101,30 @@ func TestLiveKeys(t *testing.T) {
 		"mode.cloud.tcpip":                    false,
 		`mode.cloud.https.addr."mode.cloud."`: false,
 	} {
-		if got := d.live(key); got != want {
+		if got := d.live(nil)(key); got != want {
 			t.Errorf("%s changes while the cloud runs: %t, want %t", key, got, want)
+		}
+	}
+}
+
+// The lists of a front door wait for a restart if another key of its table changes.
+func TestListsWaitForTheirTable(t *testing.T) {
+	d := cloudDoors{https: new(https.FrontDoor), egress: new(egress.FrontDoor)}
+	lists := []string{"https.allowfrom", "https.callers", "limits.connsperaddress", "egress.clientnames"}
+	for changed, want := range map[string][]bool{
+		"":                   {true, true, true, true},
+		"https.callers":      {true, true, true, true},
+		"limits.conns":       {true, true, true, true},
+		"https.addr.10250":   {false, false, false, true},
+		"https.clientca":     {false, false, false, true},
+		"https.kubelet.cert": {false, false, false, true},
+		"egress.clientca":    {true, true, true, false},
+	} {
+		live := d.live([]conf.Change{{Key: cloudRoot + "https.allowfrom"}, {Key: cloudRoot + changed}})
+		for i, key := range lists {
+			if got := live(cloudRoot + key); got != want[i] {
+				t.Errorf("with a change of %q, %s changes while the cloud runs: %t", changed, key, got)
+			}
 		}
 	}
 }
@@ -142,10 +166,10 @@ func TestReloadOfADrainedCloud(t *testing.T) {
 	var d daemon
 	d.mode, d.log = "cloud", slog.New(slog.DiscardHandler)
 	r := newReloader(&d, nil, nil, nil)
-	r.live = func(string) bool { return true }
+	r.live = func([]conf.Change) func(string) bool { return func(string) bool { return true } }
 	warned := func() bool {
 		t.Helper()
-		next := &candidate{prepare: func(context.Context) (tunnel.PreparedAll, error) { return nil, nil }}
+		next := &candidate{prepare: func(context.Context, func(string) bool) (tunnel.PreparedAll, error) { return nil, nil }}
 		done, err := r.applyLocked(t.Context(), "forwards changed", next, nil)
 		if err != nil {
 			t.Fatal(err)
@@ -165,13 +189,13 @@ func TestReloadOfADrainedCloud(t *testing.T) {
 func TestReloadStores(t *testing.T) {
 	metricFiles(t)
 	const (
-		egress = "[mode.cloud.egress]\nhttpconnect = [\"tls://127.0.0.1:8090\"]\ncert = \"cert\"\nkey = \"key\"\n" +
+		tables = "[mode.cloud.egress]\nhttpconnect = [\"tls://127.0.0.1:8090\"]\ncert = \"cert\"\nkey = \"key\"\n" +
 			"clientca = \"ca\"\nclientnames = [\"%s\"]\n" +
 			"[mode.cloud.join]\nca = \"signer.crt\"\ncakey = \"signer.key\"\nservers = [\"%[1]s.example.com:9000\"]\n"
 		file = "cloud.toml"
 	)
 	write := func(name string) {
-		if err := os.WriteFile(file, []byte(plainCloud+fmt.Sprintf(egress, name)), 0o600); err != nil {
+		if err := os.WriteFile(file, []byte(plainCloud+fmt.Sprintf(tables, name)), 0o600); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -204,7 +228,7 @@ func TestReloadStores(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	all, err := next.prepare(t.Context())
+	all, err := next.prepare(t.Context(), r.live(nil))
 	if err != nil {
 		t.Fatal(err)
 	}

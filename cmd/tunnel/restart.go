@@ -1,7 +1,6 @@
 package main
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -427,19 +426,4 @@ configuration has a problem.`,
 	ask.register(cmd, cloudFile, edgeFile)
 	output.register(cmd, "text", "json", "yaml")
 	return cmd
-}
-
-// askEach calls f for the socket of each daemon that the flags name. An error of one daemon does not end the loop.
-func askEach(cmd *cobra.Command, ask *askFlags, f func(s daemonSocket, name string) error) error {
-	sockets, err := ask.sockets()
-	if err != nil {
-		return err
-	}
-	var failure error
-	for _, s := range sockets {
-		if err := f(s, cmp.Or(s.mode, s.path)); err != nil {
-			failure = also(failure, err)
-		}
-	}
-	return failure
 }

@@ -11,11 +11,9 @@ import (
 	"net/url"
 	"strconv"
 	"strings"
-	"text/tabwriter"
 
 	"github.com/spf13/cobra"
 
-	"tunnel.example/tunnel/pkg/api"
 	"tunnel.example/tunnel/pkg/services/relay"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
@@ -24,20 +22,6 @@ func newServicesCommand() *cobra.Command {
 	group := newGroup("services", "Show what the edge of this machine knows of Services, and what it does with them")
 	group.AddCommand(newServicesLsCommand(), newServicesExplainCommand(), newServicesWatchCommand())
 	return group
-}
-
-// edge returns a client of the edge that the flags name.
-func (a *askFlags) edge() (*api.Client, error) {
-	all, err := a.sockets()
-	if err != nil {
-		return nil, err
-	}
-	for _, s := range all {
-		if s.mode != "cloud" {
-			return api.NewClient(s.path), nil
-		}
-	}
-	return nil, configError(errors.New("this file configures a cloud: run this on an edge, or give the edge's file"))
 }
 
 // askServices asks the edge for the ports of all Services (path ""), or of one.
@@ -122,24 +106,6 @@ func printPorts(w io.Writer, list *relay.List, output *outputFlag) error {
 		}
 		return line
 	})
-}
-
-// printTable prints n lines below a head, or none if there are no lines.
-func printTable(w io.Writer, head string, n int, none string, line func(i int) []string) error {
-	if n == 0 {
-		_, err := fmt.Fprintln(w, none)
-		return err
-	}
-	table := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
-	fmt.Fprintln(table, head)
-	for i := range n {
-		cells := line(i)
-		for k := range cells { // the text comes from the cluster
-			cells[k] = tunnel.Printable(cells[k])
-		}
-		fmt.Fprintln(table, strings.Join(cells, "\t"))
-	}
-	return table.Flush()
 }
 
 func newServicesExplainCommand() *cobra.Command {

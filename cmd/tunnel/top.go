@@ -10,7 +10,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"text/tabwriter"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -215,13 +214,11 @@ func (t *topFlags) show(w io.Writer, list *api.NodeList, all []rate) error {
 	fmt.Fprintf(&text, "%s  %d nodes connected, %d conns, %s/s sent, %s/s received\n",
 		list.Time.Local().Format("15:04:05"), len(all), sum.Conns,
 		size(uint64(sum.SentPerSecond)), size(uint64(sum.ReceivedPerSecond)))
-	table := tabwriter.NewWriter(&text, 0, 0, 2, ' ', 0)
 	head, wide := "NODE\tREPLICA\tCONNS\tSENT/S\tRECEIVED/S\tSENT\tRECEIVED\tRTT", t.output.form == "wide"
 	if wide {
 		head += "\tSESSIONS\tSINCE\tREMOTE\tVERSION"
 	}
-	fmt.Fprintln(table, head)
-	for i := range shown {
+	err = printTable(&text, head, len(shown), "no nodes", func(i int) []string {
 		r := &shown[i]
 		sent, received := size(uint64(r.SentPerSecond)), size(uint64(r.ReceivedPerSecond))
 		if r.RatesUnknown {
@@ -238,12 +235,9 @@ func (t *topFlags) show(w io.Writer, list *api.NodeList, all []rate) error {
 			}
 			cells = append(cells, strconv.Itoa(r.Sessions), since, cmp.Or(r.Remote, "-"), cmp.Or(r.Software, "-"))
 		}
-		for k := range cells {
-			cells[k] = tunnel.Printable(cells[k])
-		}
-		fmt.Fprintln(table, strings.Join(cells, "\t"))
-	}
-	if err = table.Flush(); err != nil {
+		return cells
+	})
+	if err != nil {
 		return err
 	}
 	_, err = io.WriteString(w, text.String())

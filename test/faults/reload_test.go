@@ -319,6 +319,17 @@ func TestReloadTakesEffect(t *testing.T) {
 			t.Errorf("%s, after the second reload: %v", tt.key, err)
 		}
 	}
+
+	// A list that goes together with another key of its table waits for the restart, which opens the ports anew.
+	const denied = "[mode.cloud.https]\nallowfrom = [\"10.0.0.0/8\"]\n"
+	const other = "[mode.cloud.https]\nproxyfrom = [\"10.0.0.1/32\"]\n"
+	p.edit("cloud.toml", "[mode.cloud.https]\n", denied)
+	p.wantCommand(0, []string{"applied", "mode.cloud.https.allowfrom"}, "cloud", "reload")
+	p.edit("cloud.toml", denied, other)
+	p.wantCommand(0, []string{"need a restart", "mode.cloud.https.allowfrom"}, "cloud", "reload")
+	if err := https(t.Context(), nil); err == nil {
+		t.Error("a caller that allowfrom denied is served without a restart")
+	}
 }
 
 // echoDatagrams serves an address that sends datagrams back.
