@@ -113,6 +113,11 @@ func resolveClaims(nodes map[tunnel.NodeName]node, services []netip.Prefix, api 
 		owners:   make(map[netip.Addr]tunnel.NodeName),
 		result:   &claims{reach: make(map[tunnel.NodeName]Reach, len(nodes))},
 	}
+	for _, n := range nodes {
+		if n.controlPlane {
+			r.reservedPods = append(r.reservedPods, n.podCIDRs...)
+		}
+	}
 	for name, n := range nodes {
 		r.result.reach[name] = Reach{PodCIDRs: r.acceptPodCIDRs(name, n)}
 	}
@@ -151,9 +156,10 @@ func controlPlaneAddresses(nodes map[tunnel.NodeName]node, api string) map[netip
 // resolver holds the state of one call of resolveClaims.
 type resolver struct {
 	// Set once.
-	services []netip.Prefix
-	api      string              // host of the API server
-	reserved map[netip.Addr]bool // addresses of the control plane
+	services     []netip.Prefix
+	api          string              // host of the API server
+	reserved     map[netip.Addr]bool // addresses of the control plane
+	reservedPods []netip.Prefix      // networks of the pods of control-plane Nodes
 
 	networks podNetworks                    // the accepted networks of all Nodes' pods
 	lengths  []int                          // prefix lengths in networks
@@ -197,6 +203,10 @@ func (r *resolver) rejectPodCIDR(p netip.Prefix) string {
 		return "it holds addresses of Services"
 	case holdsAny(p, r.reserved):
 		return "it holds an address of the control plane"
+	case slices.ContainsFunc(r.reservedPods, p.Overlaps):
+		return "it overlaps the network of the pods of a control-plane Node"
+	case !p.Addr().IsGlobalUnicast():
+		return "every machine has such addresses"
 	}
 	return ""
 }
@@ -274,6 +284,8 @@ func (r *resolver) rejectAddress(ip netip.Addr) string {
 		return "it is an address of the control plane"
 	case slices.ContainsFunc(r.services, func(p netip.Prefix) bool { return p.Contains(ip) }):
 		return "it is an address of Services"
+	case slices.ContainsFunc(r.reservedPods, func(p netip.Prefix) bool { return p.Contains(ip) }):
+		return "it is in the network of the pods of a control-plane Node"
 	}
 	return ""
 }

@@ -109,6 +109,21 @@ func TestClaims(t *testing.T) {
 			"evil 192.168.7.9 it is an address of the control plane",
 		},
 		{
+			"a pod of the control plane", newNode("", "InternalIP=10.88.9.7"),
+			Reach{Hosts: []string{"evil"}},
+			"evil 10.88.9.7 it is in the network of the pods of a control-plane Node",
+		},
+		{
+			"pods of the control plane as its pods", newNode("10.88.8.0/23"),
+			Reach{Hosts: []string{"evil"}},
+			"evil 10.88.8.0/23 it overlaps the network of the pods of a control-plane Node",
+		},
+		{
+			"link-local addresses as its pods", newNode("169.254.0.0/16"),
+			Reach{Hosts: []string{"evil"}},
+			"evil 169.254.0.0/16 every machine has such addresses",
+		},
+		{
 			"every machine's", newNode("", "InternalIP=127.0.0.1"),
 			Reach{Hosts: []string{"evil"}},
 			"evil 127.0.0.1 every machine has such an address",
@@ -199,19 +214,25 @@ func TestClaims(t *testing.T) {
 // A Node with a great many addresses costs little time: only a few of them are accepted, and one
 // log line says so.
 func TestManyAddresses(t *testing.T) {
-	var log testkit.Log
-	r := (&Client{}).Reaches(slog.New(slog.NewTextHandler(&log, nil)))
 	evil := &nodeObject{ObjectMeta: metav1.ObjectMeta{Name: "evil"}}
 	for i := range 40000 {
 		ip := netip.AddrFrom4([4]byte{10, 1, byte(i >> 8), byte(i)})
 		evil.Status.Addresses = append(evil.Status.Addresses, nodeAddress{"InternalIP", ip.String()})
 	}
-	start := time.Now()
-	if err := (*reachStore)(r).Add(evil); err != nil {
-		t.Fatal(err)
+	var log testkit.Log
+	var r *Reaches
+	var hosts []string
+	took := time.Hour
+	for range 5 { // the shortest time counts: this machine may be busy
+		log = testkit.Log{}
+		r = (&Client{}).Reaches(slog.New(slog.NewTextHandler(&log, nil)))
+		start := time.Now()
+		if err := (*reachStore)(r).Add(evil); err != nil {
+			t.Fatal(err)
+		}
+		hosts = r.All()["evil"].Hosts
+		took = min(took, time.Since(start))
 	}
-	hosts := r.All()["evil"].Hosts
-	took := time.Since(start)
 	t.Logf("%d hosts after %v", len(hosts), took)
 	if len(hosts) != 1+maxAddresses || hosts[maxAddresses] != "10.1.0.63" || took > time.Second {
 		t.Errorf("%d hosts are accepted after %v, want the name and %d addresses at once", len(hosts), took, maxAddresses)
