@@ -99,12 +99,13 @@ func Uninstall(confDir, binDir, dataDir string) error {
 	if err := checkNoPods(conf.Bridge); err != nil {
 		return fmt.Errorf("the network configuration is removed, and nothing else: %w; then run the command again", err)
 	}
+	_, routes := linux{}.routes(nil)
 	return errors.Join(
 		remove(filepath.Join(binDir, cni.Program)),
 		remove(filepath.Join(binDir, asideOf(cni.Program))),
 		cni.RemoveReservations(conf.DataDir),
 		withRights(removeTable()),
-		withRights(linux{}.routes(nil)),
+		withRights(routes),
 		withRights(removeBridge(conf.Bridge)),
 	)
 }

@@ -62,7 +62,11 @@ type kernel interface {
 	// masquerade hides pods with addresses in subnets behind the node, except from the networks in direct.
 	masquerade(bridge string, subnets, direct []netip.Prefix) error
 	links(bridge string) ([]link, error)
-	routes(want []route) error
+	// foreign returns where the routes of other programs lead, without default routes and those to the bridge.
+	foreign(bridge string) ([]netip.Prefix, error)
+	// routes makes exactly the routes want, and leaves those of other programs. made are the networks to which one of
+	// the routes now leads; nil: nobody knows, and nothing has changed. made may be a part of want beside an error.
+	routes(want []route) (made []netip.Prefix, err error)
 	// release frees the addresses that pods of an earlier boot had.
 	release() error
 	// attached counts the pods with links of the plugin.
@@ -192,24 +196,24 @@ func (n *Node) apply(ctx context.Context) error {
 	if _, ok := errors.AsType[readOnlyError](settings); settings != nil && !ok {
 		return settings
 	}
-	routes, wrong := n.wantRoutes(conf)
-	direct := make([]netip.Prefix, len(routes))
-	for i, r := range routes {
-		direct[i] = r.to
+	routes, wrong, err := n.wantRoutes(conf)
+	if err != nil {
+		return err // the routes stay as they are
 	}
+	direct, failed := n.kernel.routes(routes)
+	if direct == nil {
+		return failed
+	}
+	// Without its route, the network of a neighbour may be reached by a machine that knows no addresses of pods.
 	if err := n.kernel.masquerade(conf.Bridge, subnets, direct); err != nil {
 		return err
 	}
-	failed := n.kernel.routes(routes)
 	wrong = cmp.Or(wrong, failed, n.keepNeighbours())
-	if failed != nil {
-		direct = nil // nobody knows which of the routes exist
-	}
 	if n.cfg.Routed != nil {
 		n.cfg.Routed(direct)
 	}
 	n.mu.Lock()
-	n.routed = len(routes)
+	n.routed = len(direct)
 	n.mu.Unlock()
 	if !n.has(cni.Program) {
 		return fmt.Errorf("%s has no program %s: install the program; until then there is no network configuration",

@@ -31,10 +31,12 @@ type fake struct {
 	routed []route
 	here   []link // what links answers
 	calls  int
-	broken error // what bridge answers
-	exists error // what routes answers
-	pods   int   // what attached answers; below 0: an error
-	freed  int   // how often the bridge was made before release; -1 without release
+	broken error          // what bridge answers
+	exists error          // what routes answers; then its first route is not made
+	lost   error          // what links answers
+	others []netip.Prefix // what foreign answers
+	pods   int            // what attached answers; below 0: an error
+	freed  int            // how often the bridge was made before release; -1 without release
 }
 
 func (f *fake) bridge(*cni.Conf) error {
@@ -54,14 +56,27 @@ func (f *fake) masquerade(_ string, subnets, direct []netip.Prefix) error {
 func (f *fake) links(string) ([]link, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	return f.here, nil
+	return f.here, f.lost
 }
 
-func (f *fake) routes(want []route) error {
+func (f *fake) foreign(string) ([]netip.Prefix, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.others, nil
+}
+
+func (f *fake) routes(want []route) ([]netip.Prefix, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.routed = want
-	return f.exists
+	if f.exists != nil && len(want) > 0 {
+		f.routed = want[1:]
+	}
+	made := []netip.Prefix{}
+	for _, r := range f.routed {
+		made = append(made, r.to)
+	}
+	return made, f.exists
 }
 
 func (f *fake) attached() (int, error) {

@@ -42,9 +42,34 @@ func (linux) links(bridge string) ([]link, error) {
 	return found, nil
 }
 
-// routes makes the kernel have exactly the routes want with our routeProtocol. It changes no other route.
-func (linux) routes(want []route) error {
+// foreign implements kernel.
+func (linux) foreign(bridge string) (all []netip.Prefix, err error) {
+	own := 0 // no interface has this index
+	if l, err := netlink.LinkByName(bridge); err == nil {
+		own = l.Attrs().Index
+	}
+	for _, family := range []int{netlink.FAMILY_V4, netlink.FAMILY_V6} {
+		routes, err := netlink.RouteList(nil, family)
+		if err != nil && !errors.Is(err, netlink.ErrDumpInterrupted) {
+			return nil, err
+		}
+		for _, r := range routes {
+			if r.Dst == nil || r.Protocol == routeProtocol || own != 0 && r.LinkIndex == own {
+				continue
+			}
+			to, ok := netip.AddrFromSlice(r.Dst.IP)
+			if bits, _ := r.Dst.Mask.Size(); ok && bits > 0 {
+				all = append(all, netip.PrefixFrom(to.Unmap(), bits))
+			}
+		}
+	}
+	return all, nil
+}
+
+// routes implements kernel. Our routes have routeProtocol.
+func (linux) routes(want []route) (made []netip.Prefix, err error) {
 	var errs []error
+	made = make([]netip.Prefix, 0, len(want))
 	missing := make(map[route]bool, len(want))
 	for _, r := range want {
 		missing[r] = true
@@ -52,7 +77,7 @@ func (linux) routes(want []route) error {
 	for _, family := range []int{netlink.FAMILY_V4, netlink.FAMILY_V6} {
 		has, err := netlink.RouteListFiltered(family, &netlink.Route{Protocol: routeProtocol}, netlink.RT_FILTER_PROTOCOL)
 		if err != nil {
-			return fmt.Errorf("listing routes: %w", err) // the next attempt reads them again
+			return nil, fmt.Errorf("listing routes: %w", err) // the next attempt reads them again
 		}
 		for _, r := range has {
 			if own, ok := ofKernel(r); ok && missing[own] {
@@ -66,6 +91,7 @@ func (linux) routes(want []route) error {
 	}
 	for _, r := range want {
 		if !missing[r] {
+			made = append(made, r.to)
 			continue
 		}
 		err := netlink.RouteAdd(&netlink.Route{Dst: ipNet(r.to), Gw: r.by.AsSlice(), LinkIndex: r.link,
@@ -75,9 +101,11 @@ func (linux) routes(want []route) error {
 		}
 		if err != nil {
 			errs = append(errs, fmt.Errorf("adding the route to %s by %s: %w", r.to, r.by, withRights(err)))
+			continue
 		}
+		made = append(made, r.to)
 	}
-	return errors.Join(errs...)
+	return made, errors.Join(errs...)
 }
 
 // ofKernel returns a route of the kernel in the form of wantRoutes.

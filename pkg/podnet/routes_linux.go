@@ -94,17 +94,22 @@ func isTooLarge(p netip.Prefix) bool {
 	return p.Bits() < minRouteBits4
 }
 
-// wantRoutes returns the routes that the kernel should have. wrong says why networks of neighbours get no route.
-func (n *Node) wantRoutes(conf *cni.Conf) (routes []route, wrong error) {
+// wantRoutes returns the routes that the kernel should have. wrong says why networks of neighbours get no route. With
+// err, it is not known which routes the kernel should have.
+func (n *Node) wantRoutes(conf *cni.Conf) (routes []route, wrong, err error) {
 	n.mu.Lock()
 	neighbours := n.neighbours
 	n.mu.Unlock()
 	if len(neighbours) == 0 {
-		return nil, nil
+		return nil, nil, nil
 	}
 	links, err := n.kernel.links(conf.Bridge)
 	if err != nil {
-		return nil, fmt.Errorf("reading the links of this machine: %w", err)
+		return nil, nil, fmt.Errorf("reading the links of this machine: %w", err)
+	}
+	foreign, err := n.kernel.foreign(conf.Bridge)
+	if err != nil {
+		return nil, nil, fmt.Errorf("reading the routes of this machine: %w", err)
 	}
 	var all []route
 	for _, neighbour := range neighbours {
@@ -113,7 +118,7 @@ func (n *Node) wantRoutes(conf *cni.Conf) (routes []route, wrong error) {
 			if !ok {
 				continue // a neighbour without this family, or on a link that has gone
 			}
-			if why := refuses(r, conf, links); why != "" {
+			if why := refuses(r, conf, links, foreign); why != "" {
 				wrong = cmp.Or(wrong, fmt.Errorf("no route leads to %s by %s: %s", r.to, r.by, why))
 				continue
 			}
@@ -129,7 +134,7 @@ func (n *Node) wantRoutes(conf *cni.Conf) (routes []route, wrong error) {
 		}
 		routes = append(routes, r)
 	}
-	return routes, wrong
+	return routes, wrong, nil
 }
 
 // routeTo returns the route to a network by one of the addresses: on the link with the narrowest network that has an
@@ -151,10 +156,14 @@ func routeTo(network netip.Prefix, by []netip.Addr, links []link) (best route, f
 
 // refuses returns why a route must not be made; "": it may be made. Otherwise a cloud could divert the traffic of this
 // machine.
-func refuses(r route, conf *cni.Conf, links []link) string {
+func refuses(r route, conf *cni.Conf, links []link, foreign []netip.Prefix) string {
+	hides := func(p netip.Prefix) bool { return p.Bits() >= r.to.Bits() && p.Overlaps(r.to) }
+	other := slices.IndexFunc(foreign, hides)
 	switch {
 	case isTooLarge(r.to):
 		return "the network is too large for pods of one node"
+	case !r.to.Addr().IsGlobalUnicast():
+		return "the network has no addresses of pods"
 	case slices.ContainsFunc(conf.Subnets, r.to.Overlaps):
 		return "the network overlaps a network of this node's pods"
 	case slices.ContainsFunc(links, func(l link) bool { return l.bridge && l.takes(r.to) }):
@@ -164,6 +173,9 @@ func refuses(r route, conf *cni.Conf, links []link) string {
 		return "the network overlaps the network of a link of this machine"
 	case slices.ContainsFunc(links, func(l link) bool { return l.own == r.by }):
 		return "the address is this machine's own"
+	case other >= 0:
+		return fmt.Sprintf("another program has a route to %s: remove it, or switch routes off in [mode.edge.cni]",
+			foreign[other])
 	}
 	return ""
 }

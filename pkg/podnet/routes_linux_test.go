@@ -74,7 +74,7 @@ func routed(t *testing.T) (*Node, *fake) {
 	return n, k
 }
 
-// Others are told to which networks there are routes, and nothing while it is not known which of them are there.
+// Others are told to which networks there are routes. Pods are hidden from all others.
 func TestRoutedIsTold(t *testing.T) {
 	n, k := routed(t)
 	told := []netip.Prefix{netip.MustParsePrefix("192.0.2.0/24")}
@@ -83,19 +83,31 @@ func TestRoutedIsTold(t *testing.T) {
 		if len(told) != 0 {
 			t.Errorf("without neighbours: %v", told)
 		}
-		n.SetNeighbours([]Neighbour{neighbour("192.168.7.3", "10.88.2.0/24"), neighbour("192.168.9.3", "10.88.3.0/24")})
+		n.SetNeighbours([]Neighbour{neighbour("192.168.7.3", "10.88.2.0/24"), neighbour("192.168.9.3", "10.88.3.0/24"),
+			neighbour("192.168.7.4", "10.88.4.0/24")})
 		synctest.Wait()
-		if want := netip.MustParsePrefix("10.88.2.0/24"); !slices.Equal(told, []netip.Prefix{want}) {
-			t.Errorf("told are %v, want %v", told, want)
+		two, four := netip.MustParsePrefix("10.88.2.0/24"), netip.MustParsePrefix("10.88.4.0/24")
+		check := func(why string, want ...netip.Prefix) {
+			t.Helper()
+			if !slices.Equal(told, want) || !slices.Equal(k.direct, want) {
+				t.Errorf("%s: told are %v, and pods are not hidden from %v; want %v", why, told, k.direct, want)
+			}
 		}
-		k.mu.Lock()
-		k.exists = errors.New("file exists")
-		k.mu.Unlock()
-		time.Sleep(interval)
-		synctest.Wait()
-		if len(told) != 0 {
-			t.Errorf("while a route cannot be made: %v", told)
+		check("two neighbours are on a link", two, four)
+		change := func(f func()) {
+			k.mu.Lock()
+			f()
+			k.mu.Unlock()
+			time.Sleep(interval)
+			synctest.Wait()
 		}
+		change(func() { k.exists = errors.New("file exists") })
+		check("the first route cannot be made", four)
+		change(func() { k.exists, k.lost = nil, errors.New("no buffer space available") })
+		check("the links cannot be read", four)
+		wantRoutes(t, k, "the links cannot be read", "10.88.4.0/24 192.168.7.4")
+		change(func() { k.lost = nil })
+		check("all is well again", two, four)
 	})
 }
 
@@ -188,6 +200,9 @@ func TestRoutesRefused(t *testing.T) {
 			"this node's pods had the network before"},
 		{"the LAN", neighbour("192.168.7.4", "192.168.7.128/25"), "overlaps the network of a link"},
 		{"this node", neighbour("192.168.7.2", "10.88.4.0/24"), "this machine's own"},
+		{"link-local addresses", neighbour("192.168.7.4", "169.254.0.0/16"), "no addresses of pods"},
+		{"a VPN", neighbour("192.168.7.4", "10.66.1.0/24"), "another program has a route to 10.66.1.0/24"},
+		{"a VPN, and others", neighbour("192.168.7.4", "10.66.0.0/23"), "another program has a route to 10.66.1.0/24"},
 		{"a neighbour's pods", neighbour("192.168.7.4", "10.88.2.128/25"), "the pod network of another node"},
 		{"elsewhere", neighbour("192.168.8.4", "10.88.4.0/24"), ""},
 		{"another family", neighbour("192.168.7.4", "fd00:88:4::/64"), ""},
@@ -195,6 +210,7 @@ func TestRoutesRefused(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			n, k := routed(t)
 			k.here = append(k.here, onBridge("10.88.1.1", "10.88.1.0/24"), onBridge("10.88.9.1", "10.88.9.0/24"))
+			k.others = []netip.Prefix{netip.MustParsePrefix("10.66.1.0/24"), netip.MustParsePrefix("10.0.0.0/8")}
 			runs(t, n, func(t *testing.T) {
 				n.SetNeighbours([]Neighbour{good, c.told})
 				synctest.Wait()
@@ -266,7 +282,7 @@ func TestRouteToPods(t *testing.T) {
 		if err := k.masquerade(conf.Bridge, conf.Subnets, direct); err != nil {
 			t.Skipf("the kernel has no nftables: %v", err)
 		}
-		if err := k.routes(want); err != nil {
+		if _, err := k.routes(want); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -314,7 +330,10 @@ func TestOnlyOurRoutes(t *testing.T) {
 		return texts
 	}
 	taken, free := to("10.88.2.0/24", "192.168.7.3"), to("10.88.3.0/24", "192.168.7.4")
-	err = k.routes([]route{taken, free, to("fd00:88:3::/64", "fd00:77::4")})
+	made, err := k.routes([]route{taken, free, to("fd00:88:3::/64", "fd00:77::4")})
+	if !slices.Equal(made, []netip.Prefix{free.to, netip.MustParsePrefix("fd00:88:3::/64")}) {
+		t.Errorf("routes lead to %v", made)
+	}
 	if err == nil || !strings.Contains(err.Error(), "to 10.88.2.0/24 by 192.168.7.3: file exists: another program") {
 		t.Errorf("a route that another program has: %v", err)
 	}
@@ -322,13 +341,17 @@ func TestOnlyOurRoutes(t *testing.T) {
 	if got := all(); !slices.Equal(got, []string{theirs, "10.88.3.0/24 192.168.7.4", "fd00:88:3::/64 fd00:77::4"}) {
 		t.Errorf("the routes are %q", got)
 	}
-	if err := k.routes([]route{to("10.88.3.0/24", "192.168.7.5")}); err != nil {
+	others, err := k.foreign(cni.DefaultBridge)
+	if !slices.Contains(others, taken.to) || slices.Contains(others, free.to) || err != nil {
+		t.Errorf("the routes of other programs lead to %v, %v", others, err)
+	}
+	if _, err := k.routes([]route{to("10.88.3.0/24", "192.168.7.5")}); err != nil {
 		t.Error(err)
 	}
 	if got := all(); !slices.Equal(got, []string{theirs, "10.88.3.0/24 192.168.7.5"}) {
 		t.Errorf("after another address, the routes are %q", got)
 	}
-	if err := k.routes(nil); err != nil {
+	if _, err := k.routes(nil); err != nil {
 		t.Error(err)
 	}
 	if got := all(); !slices.Equal(got, []string{theirs}) {
