@@ -40,7 +40,7 @@ func (w *cloudWiring) newServices() error {
 	// datagrams does not run as a module: when sessions end, its conns end, too.
 	w.datagrams = udp.NewEdge(w.anyEndpoint, udp.EdgeConfig{
 		Counters: w.udp, Core: w.counters, Log: w.log.With("module", "services"), OneTarget: true,
-		PerCaller: udp.DefaultEdgeFlows / 4, // the caller is a node
+		Share: 4, // the caller is a node
 	})
 	return err
 }
@@ -151,6 +151,11 @@ func (joinedNodes) Name() string { return "services-nodes" }
 // Run implements tunnel.Module.
 func (j joinedNodes) Run(ctx context.Context) error {
 	defer j.services.Stop() // the module that reads Services ends, too
+	select {
+	case <-j.sockets.Serving(): // no edge joins before this process has taken over
+	case <-ctx.Done():
+		return nil
+	}
 	began := time.Now()
 	known := func() bool {
 		// An inventory without a place of its own, for the admin socket alone, is empty after a start.

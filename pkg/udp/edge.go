@@ -55,8 +55,8 @@ type EdgeConfig struct {
 	Log      *slog.Logger
 	// OneTarget is true if each conn has a target, and its flows may not name another target.
 	OneTarget bool
-	// PerCaller is how many flows all conns of one Request.Caller may have; 0: as many as there are.
-	PerCaller int
+	// Share is the part of Flows that all conns of one Request.Caller may have: 4 is a quarter; 0: all of them.
+	Share int
 
 	late time.Duration // see newQueue; only tests set it
 }
@@ -70,7 +70,7 @@ type Edge struct {
 	core     *tunnel.Counters
 	log      *slog.Logger
 	single   bool          // see EdgeConfig.OneTarget
-	most     int64         // see EdgeConfig.PerCaller; 0: no limit
+	share    int64         // see EdgeConfig.Share
 	late     time.Duration // see newQueue
 	idle     time.Duration // see edgeIdleTime; tests replace it
 	refused  time.Duration // see refusedTime; tests replace it
@@ -102,7 +102,7 @@ func NewEdge(policy Policy, cfg EdgeConfig) *Edge {
 	}
 	e := &Edge{
 		policy: policy, counters: cfg.Counters, core: cfg.Core, log: cfg.Log, single: cfg.OneTarget,
-		most: int64(cfg.PerCaller), late: cfg.late, idle: edgeIdleTime, refused: refusedTime,
+		share: int64(max(cfg.Share, 1)), late: cfg.late, idle: edgeIdleTime, refused: refusedTime,
 		conns: make(map[*edgeConn]struct{}), callers: make(map[string]*callerFlows),
 		refusals: make(map[netip.AddrPort]time.Time),
 	}

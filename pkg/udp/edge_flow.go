@@ -279,11 +279,12 @@ func (c *edgeConn) guard(f func()) {
 // insert adds a flow that has no socket yet. If it cannot, it returns why.
 func (c *edgeConn) insert(f *edgeFlow, wait bool) (Reason, error) {
 	e := c.edge
-	limit, full := e.limit.Load(), false
-	if n := c.caller.flows.Add(1); e.most > 0 && n > e.most {
-		limit, full = e.most, true
+	limit := e.limit.Load()
+	full := e.flows.Add(1) > limit
+	if most := limit / e.share; c.caller.flows.Add(1) > most {
+		limit, full = most, true
 	}
-	if e.flows.Add(1) > e.limit.Load() || full {
+	if full {
 		e.core.Limited(tunnel.LimitFlows)
 		if n, ok := e.warnFlows.Allow(); ok {
 			e.log.Warn("too many flows: a limit is reached, see docs/limits.md",

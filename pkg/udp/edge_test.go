@@ -456,7 +456,7 @@ func TestRefusalsAreBounded(t *testing.T) {
 // The conns of one caller together have a share of the flows, and the conns of others have room.
 func TestFlowsPerCaller(t *testing.T) {
 	addr := target(t, echo)
-	e := NewEdge(policy(t), EdgeConfig{Log: slog.New(slog.DiscardHandler), OneTarget: true, PerCaller: 4})
+	e := NewEdge(policy(t), EdgeConfig{Log: slog.New(slog.DiscardHandler), OneTarget: true, Flows: 16, Share: 4})
 	open := func(caller string, flows int) (c net.Conn) {
 		c, err := e.Open(t.Context(), tunnel.Request{Network: tunnel.NetworkUDP, Addr: addr, Caller: caller})
 		if err != nil {

@@ -9,6 +9,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 const (
@@ -18,7 +19,30 @@ const (
 	maxMuxes = 1024
 	// maxOpened is how many of these conns the callers of one source may have opened.
 	maxOpened = maxMuxes / 4
+	// maxLookups is for how many new flows of one source the forwarder asks its router in a second. The goroutine that
+	// receives asks, and a caller with ever new ports must leave it time for the others.
+	maxLookups = 4096
+	// maxLookupSources is how many sources are counted by themselves in a second; all others count as one.
+	maxLookupSources = 1024
 )
+
+// lookups counts for how many new flows the router was asked in the present second, by source.
+type lookups struct {
+	began time.Time // of the second
+	of    map[netip.Prefix]int
+}
+
+// allow reports whether the router may be asked for one more flow of a source.
+func (l *lookups) allow(source netip.Prefix, now time.Time) bool {
+	if l.of == nil || now.Sub(l.began) >= time.Second {
+		l.began, l.of = now, make(map[netip.Prefix]int)
+	}
+	if len(l.of) >= maxLookupSources && l.of[source] == 0 {
+		source = netip.Prefix{}
+	}
+	l.of[source]++
+	return l.of[source] <= maxLookups
+}
 
 // A Router says where the datagrams of a Forwarder go.
 type Router interface {
@@ -81,6 +105,9 @@ func (p *port) routeLocked(
 		if now.Sub(f.routed) < routeTime {
 			return f, had, 0, true
 		}
+	} else if !p.lookups.allow(sourceOf(caller.Addr()), now) {
+		p.core.Limited(tunnel.LimitFlowsPerAddress)
+		return nil, "", DropFlows, false
 	}
 	func() {
 		p.mu.Unlock()

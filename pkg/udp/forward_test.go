@@ -7,6 +7,7 @@ import (
 	"net/netip"
 	"sync"
 	"testing"
+	"time"
 
 	"golang.org/x/sync/errgroup"
 
@@ -182,6 +183,38 @@ func TestForwarderSharesConns(t *testing.T) {
 	f.port.dropLocked(m)
 	if n := f.port.openers[sourceOf(one)]; n != maxOpened-1 {
 		t.Errorf("%d conns of the caller", n)
+	}
+}
+
+// A caller with ever new ports does not occupy the router.
+func TestForwarderAsksSeldom(t *testing.T) {
+	f := newForwarding(t)
+	c := &control{local: f.addr.Addr()}
+	from := func(addr string, port uint16) Reason {
+		why, _ := f.port.forward(netip.AddrPortFrom(netip.MustParseAddr(addr), port), c, []byte("x"))
+		return why
+	}
+	f.port.lookups = lookups{time.Now().Add(time.Hour), make(map[netip.Prefix]int)} // this second does not end
+	for port := range uint16(maxLookups) {
+		if why := from("192.0.2.1", port+1); why != DropDenied { // by the router
+			t.Fatalf("datagram %d is dropped: %v", port, why)
+		}
+	}
+	if why := from("192.0.2.1", 60000); why != DropFlows || len(f.had) != maxLookups {
+		t.Errorf("one more is dropped: %v, and the router was asked %d times", why, len(f.had))
+	}
+	if why := from("192.0.2.2", 1); why != DropDenied {
+		t.Errorf("another caller's is dropped: %v", why)
+	}
+	f.port.lookups.began = time.Now().Add(-time.Second)
+	if why := from("192.0.2.1", 60000); why != DropDenied {
+		t.Errorf("a second later it is dropped: %v", why)
+	}
+	for i := range 2 * maxLookupSources {
+		f.port.lookups.allow(sourceOf(callerNumber(i).Addr()), time.Now())
+	}
+	if n := len(f.port.lookups.of); n > maxLookupSources+1 {
+		t.Errorf("%d sources are counted", n)
 	}
 }
 

@@ -63,6 +63,7 @@ type port struct {
 	muxes    map[*mux]struct{}
 	openers  map[netip.Prefix]int // how many muxes the callers of a source have opened
 	retryAt  map[string]time.Time // by target, the earliest time of the next dial
+	lookups  lookups              // questions to the router; without one, nobody counts them
 	draining bool                 // no new flow is opened
 
 	// events are the events of flows that have ended. sweep gives them to the audit, which may wait for a disk: the

@@ -31,6 +31,8 @@ const (
 	schemaVersion = "1.1.0"
 	// maxRecords is the most records of an answer. No DNS message has room for more addresses.
 	maxRecords = 4096
+	// maxPointers is the most names of one address in an answer. Any user can make many Services with one address.
+	maxPointers = 256
 	// maxAliases is how many aliases the zone follows in one answer.
 	maxAliases = 8
 )
@@ -209,7 +211,7 @@ func (z *Zone) pointer(s *services.State, q dns.Question, addr netip.Addr) *dns.
 		return m
 	}
 	names := make([]string, 0, len(paths))
-	for _, p := range paths {
+	for _, p := range paths[:min(len(paths), maxPointers)] {
 		names = append(names, z.nameOf(s, p))
 	}
 	slices.Sort(names)

@@ -301,6 +301,21 @@ func TestManyEndpoints(t *testing.T) {
 	}
 }
 
+// The same for the names of an address: any user can make many Services with one endpoint.
+func TestManyNames(t *testing.T) {
+	changes := new(pb.Changes)
+	for i := range maxPointers + 10 {
+		name := fmt.Sprint("web", i)
+		changes.Set = append(changes.Set, item(t, services.ServicePath("shop", name), &services.Service{Headless: true}),
+			item(t, services.EndpointPath("shop", name, "a", "10.0.3.9"), endpoint("10.0.3.9", "", true)))
+	}
+	z, s := zoneOf(t, "cluster.local", changes)
+	m := z.Answer(s, dns.Question{Name: "9.3.0.10.in-addr.arpa.", Qtype: dns.TypePTR, Qclass: dns.ClassINET})
+	if len(m.Answer) != maxPointers {
+		t.Errorf("%d names", len(m.Answer))
+	}
+}
+
 // FuzzAnswer asks for any name and type: the reply can be packed, has the name of the question, and is never nil for a
 // name of the cluster, which would be forwarded.
 func FuzzAnswer(f *testing.F) {

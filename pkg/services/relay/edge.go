@@ -31,7 +31,9 @@ var _ tunnel.Routed = (*Edge)(nil)
 // policy before it dials such an endpoint itself. policy should permit the addresses for which r.Home is true, and no
 // others because of a Service: a user who may write EndpointSlices can claim that any address is on this node.
 func NewEdge(r *Relay, policy Policy) *Edge {
-	e := &Edge{relay: r, policy: policy, datagrams: udp.NewEdge(ownTargets{policy, r}, r.cfg.Datagrams)}
+	cfg := r.cfg.Datagrams
+	cfg.Share = 4 // the caller is a node
+	e := &Edge{relay: r, policy: policy, datagrams: udp.NewEdge(ownTargets{policy, r}, cfg)}
 	r.ends = append(r.ends, e.datagrams)
 	r.mu.Lock()
 	r.permits = policy.Permits

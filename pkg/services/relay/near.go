@@ -54,9 +54,9 @@ type NearConfig struct {
 }
 
 // Near is the module of the shortcut between edges of one site. A conn to an endpoint on another node of the site goes
-// over the local network, by TLS 1.3 with the certificates of both nodes. A conn for datagrams has them in frames of
-// package udp, as through the cloud. near.go has the edge that connects
-// (Near.reach), and nearserve.go has the edge that accepts.
+// over the local network, by TLS 1.3 with the certificates of both nodes. A conn for datagrams carries frames of
+// package udp, as it does through the cloud. near.go is the edge that connects (Near.reach), nearserve.go the edge that
+// accepts.
 //
 // A node is of this site if its Node has the zone of this node, or an InternalIP in a network of this machine. That is
 // a guess. A wrong guess costs nearTimeout; only the certificate proves which node is there. The guess needs only the
@@ -76,6 +76,9 @@ type Near struct {
 	networks func() []netip.Prefix // returns the networks of this machine's interfaces
 	listened chan struct{}         // closed by Run when addr is set; nothing is sent
 	addr     net.Addr              // of the listener; set before listened is closed
+
+	handshakeTime time.Duration // nearHandshakeTime
+	requestTime   time.Duration // nearRequestTime
 
 	callers nearCallers // the other edges that have conns here
 	counts  nearCounters
@@ -102,10 +105,12 @@ type nearPeer struct {
 // NewNear returns the module. Neither e nor its relay may run yet.
 func NewNear(e *Edge, cfg NearConfig) *Near {
 	n := &Near{
+		handshakeTime: nearHandshakeTime, requestTime: nearRequestTime,
 		cfg: cfg, relay: e.relay, edge: e, log: e.relay.log, grace: tunnel.GracePeriod, silence: nearSilence,
 		timeout: nearTimeout, networks: ownNetworks,
 		dial:     (&net.Dialer{Control: nearControl, KeepAliveConfig: nearKeepAlive()}).DialContext,
 		listened: make(chan struct{}), peers: make(map[string]*nearPeer),
+		denied: refusals{keep: refusalTime, max: maxRefusals},
 	}
 	n.told.Burst = 20
 	e.relay.near = n

@@ -164,6 +164,7 @@ func makeNearSite(t *testing.T) *nearSite {
 		return s.datagrams
 	}}), NearConfig{Listen: netip.MustParseAddrPort("127.0.0.1:0"), Certificate: s.cert2.Load, Verify: verify})
 	s.two.grace = 100 * time.Millisecond
+	s.two.handshakeTime, s.two.requestTime = time.Minute, time.Minute // as above
 	return s
 }
 
@@ -479,18 +480,42 @@ func TestNearHostileNode(t *testing.T) {
 	if len(s.dialled) != 0 {
 		t.Errorf("edge2 dialled %v", s.dialled)
 	}
+	got := make([]byte, len(nearOpened)+1)
+	if _, err := io.ReadFull(s.connect(cert, far4+" TCP 8080\n"), got); err != nil || string(got) != nearOpened+"\n" {
+		t.Errorf("an endpoint of the node: %q, %v", got, err)
+	}
+}
+
+// A node that sends no request is disconnected.
+func TestNearNoRequest(t *testing.T) {
+	s := makeNearSite(t)
+	s.two.requestTime = nearRequestTime
+	s.run()
 	for what, text := range map[string]string{
 		"a line without end": strings.Repeat("x", maxNear), "half a line": far4, "nothing": "",
 	} {
-		if got, err := io.ReadAll(s.connect(cert, text)); len(got) > 0 || err == nil {
+		if got, err := io.ReadAll(s.connect(s.cert1.Load(), text)); len(got) > 0 || err == nil {
 			t.Errorf("%s: %q, %v", what, got, err)
 		}
 	}
 	testkit.Eventually(t, "edge2 has no conn", func() bool { return s.two.callers.live() == 0 })
+}
 
-	got := make([]byte, len(nearOpened)+1)
-	if _, err := io.ReadFull(s.connect(cert, far4+" TCP 8080\n"), got); err != nil || string(got) != nearOpened+"\n" {
-		t.Errorf("an endpoint of the node: %q, %v", got, err)
+// A node that edge2 does not know counts as a stranger, although it has a certificate: its silent connections are
+// bounded.
+func TestNearUnknownNodesAreStrangers(t *testing.T) {
+	s := newNearSite(t)
+	unknown := nodeCertificate(t, s.ca, "edge9", time.Hour)
+	for range maxNearPerSource {
+		s.connect(unknown, "")
+	}
+	c, err := tls.Dial("tcp", s.two.addr.String(), &tls.Config{
+		Certificates: []tls.Certificate{*unknown}, NextProtos: []string{nearProtocol},
+		InsecureSkipVerify: true, //nolint:gosec // the test is the attacker
+	})
+	if err == nil {
+		c.Close()
+		t.Errorf("a source has more than %d silent connections", maxNearPerSource)
 	}
 }
 

@@ -59,7 +59,7 @@ func (n *Near) Run(ctx context.Context) error {
 		return fmt.Errorf("listening on %s, near in [mode.edge.services]: %w", n.cfg.Listen, err)
 	}
 	ln := listen.NewListener(listen.Steady(opened, n.log), listen.ListenerConfig{
-		Max: maxNearStrangers, MaxPerSource: maxNearPerSource, Timeout: nearHandshakeTime, Bytes: nearStrangerBytes,
+		Max: maxNearStrangers, MaxPerSource: maxNearPerSource, Timeout: n.handshakeTime, Bytes: nearStrangerBytes,
 		Counters: n.relay.cfg.Counters, OverMax: tunnel.LimitStrangers,
 		OverMaxPerSource: tunnel.LimitStrangersPerAddress, TooLate: tunnel.LimitHandshakeTimeout,
 	})
@@ -120,22 +120,28 @@ func (n *Near) accepted(ctx context.Context, raw *listen.Conn) {
 		n.log.Debug("a peer has not proven to be the edge of a node", "remote", raw.RemoteAddr(), "err", err)
 		return
 	}
-	raw.Met()
 	start := time.Now()
-	target, sent, received, err := n.serve(ctx, node, c)
+	ctx, leave, refusal := n.callers.enter(ctx, node, n.knows)
+	defer leave()
+	if refusal == nil {
+		raw.Met() // else the peer keeps its place among the strangers, and their deadline
+	}
+	target, sent, received, err := n.serve(ctx, node, c, refusal)
 	n.log.Debug("conn of another edge ended", "caller", node, "remote", raw.RemoteAddr(), "target", target,
 		"bytes", sent+received, "dur", time.Since(start), "err", err)
 }
 
-// serve answers the request of a node. If the answer is nearOpened, serve forwards the conn until it ends.
+// serve answers the request of a node: with refusal, if it is not nil. If the answer is nearOpened, serve forwards the
+// conn until it ends.
 func (n *Near) serve(
-	ctx context.Context, node tunnel.NodeName, c *nearConn,
+	ctx context.Context, node tunnel.NodeName, c *nearConn, refusal error,
 ) (line string, sent, received int64, err error) {
-	ctx, leave, refusal := n.callers.enter(ctx, node, n.knows)
-	defer leave()
-	c.SetDeadline(time.Now().Add(nearRequestTime)) //nolint:errcheck // it fails only if the conn has ended
+	c.SetDeadline(time.Now().Add(n.requestTime)) //nolint:errcheck // it fails only if the conn has ended
 	if line, err = readLine(c); err != nil {
 		c.Reset() //nolint:errcheck // the conn is given up
+		if refusal != nil {
+			n.counts.answered(refusal)
+		}
 		return "", 0, 0, err
 	}
 	var to net.Conn
@@ -143,7 +149,7 @@ func (n *Near) serve(
 		to, err = n.dialOwn(ctx, node, line)
 	}
 	n.counts.answered(err)
-	c.SetDeadline(time.Now().Add(nearRequestTime)) //nolint:errcheck // as above
+	c.SetDeadline(time.Now().Add(n.requestTime)) //nolint:errcheck // as above
 	if _, werr := io.WriteString(c, answerLine(err)); werr != nil && err == nil {
 		tunnel.Reset(to)
 		err = werr
@@ -312,10 +318,10 @@ func (a *nearCallers) live() int {
 
 // nearCounters count what the shortcut does.
 type nearCounters struct {
-	failed    atomic.Uint64     // attempts to reach another edge
-	strangers atomic.Uint64     // peers that did not prove to be the edge of a node
-	opened    atomic.Uint64     // conns of other edges
-	refused   [16]atomic.Uint64 // conns of other edges, by tunnel.Code
+	failed    atomic.Uint64 // attempts to reach another edge
+	strangers atomic.Uint64 // peers that did not prove to be the edge of a node
+	opened    atomic.Uint64 // conns of other edges
+	refused   byCode        // conns of other edges
 }
 
 // answered counts the answer to a request of another edge.
@@ -324,9 +330,5 @@ func (c *nearCounters) answered(err error) {
 		c.opened.Add(1)
 		return
 	}
-	code := tunnel.CodeOf(err)
-	if int(code) >= len(c.refused) {
-		code = tunnel.Internal
-	}
-	c.refused[code].Add(1)
+	c.refused.add(tunnel.CodeOf(err))
 }
