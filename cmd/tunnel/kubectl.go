@@ -355,7 +355,7 @@ func (p *plugin) exec(ctx context.Context, pod *cloudPod, args []string, stdout 
 	if interrupted(err) { // this process gets the signal of Ctrl-C, too
 		select {
 		case <-ctx.Done():
-		case <-time.After(doubled):
+		case <-time.After(signalTime):
 		}
 	}
 	if ctx.Err() != nil && (p.endless || cmd.ProcessState != nil && cmd.ProcessState.Success()) {
@@ -363,6 +363,10 @@ func (p *plugin) exec(ctx context.Context, pod *cloudPod, args []string, stdout 
 	}
 	return kubectlFailed(err)
 }
+
+// signalTime is how long the signal that has ended kubectl may take to this process. If only kubectl was killed, its
+// error comes that much later.
+const signalTime = 2 * time.Second
 
 // interrupted reports whether a signal has ended kubectl. On Windows, Ctrl-C ends a program with the exit code
 // 0xC000013A.

@@ -89,9 +89,11 @@ func stopOnSignal(ctx context.Context, stderr io.Writer) (context.Context, func(
 	go func() {
 		<-signals
 		cancel()
-		for first := time.Now(); time.Since(first) < doubled; {
+		time.Sleep(doubled)
+		for len(signals) > 0 { // a busy machine may tell us late of a signal that came at once
 			<-signals
 		}
+		<-signals
 		fmt.Fprintln(stderr, "tunnel: stopped by a second signal")
 		os.Exit(exitRuntime)
 	}()

@@ -152,7 +152,7 @@ func (s *agentStream) serve(ctx context.Context) error {
 }
 
 // flushTimeout is how long the server may take to read our last packets.
-const flushTimeout = time.Second
+const flushTimeout = 3 * time.Second
 
 // quietPeriod is how long a draining stream waits after the last dial request before it ends. A
 // server sends dials until it has read our DRAIN. If the stream ended while a dial is on its way, the

@@ -829,8 +829,9 @@ func TestAgentRefusedConnection(t *testing.T) {
 		if err := tc.first(cc); status.Code(err) != tc.want {
 			t.Errorf("%s: %v", name, err)
 		}
-		if err := join(cc, "token of n1"); status.Code(err) != codes.Unauthenticated {
-			t.Errorf("behind %s: %v", name, err)
+		// Unavailable: the server has closed the connection before the second attempt.
+		if code := status.Code(join(cc, "token of n1")); code != codes.Unauthenticated && code != codes.Unavailable {
+			t.Errorf("behind %s: %v", name, code)
 		}
 	}
 }

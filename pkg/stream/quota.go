@@ -18,11 +18,12 @@ type quota struct {
 	node tunnel.NodeName // set once
 
 	queue                     tunnel.Queue // limits the opens of the node
-	services                  tunnel.Queue // limits the opens of categoryServices among them
+	services                  tunnel.Queue // of these opens, limits those of categoryServices
 	messages, streams, frames *bucket      // limit what the edge sends in a second; see ownMessages
 	unanswered                atomic.Int64 // calls of Reach that the cloud has not answered; see maxUnanswered
 
-	sessions int // live sessions of the node; guarded by quotas.mu
+	sessions int       // live sessions of the node; guarded by quotas.mu
+	left     time.Time // when the last session ended; guarded by quotas.mu
 }
 
 // quotas holds the quota of each node that has a session, or had one within the last two seconds
@@ -75,16 +76,17 @@ func (q *quota) release() {
 	if q.sessions--; q.sessions > 0 {
 		return
 	}
+	q.left = time.Now()
 	time.AfterFunc(burst, q.forget)
 }
 
-// forget removes the quota of a node without sessions from the list of all quotas. If calls of its last session have
-// not ended yet, forget tries again later.
+// forget removes the quota of a node that has had no session for the time burst from the list of all quotas. If calls
+// of its last session have not ended yet, forget tries again later.
 func (q *quota) forget() {
 	q.all.mu.Lock()
 	defer q.all.mu.Unlock()
 	switch {
-	case q.sessions > 0 || q.all.of[q.node] != q:
+	case q.sessions > 0 || q.all.of[q.node] != q || time.Since(q.left) < burst:
 	case q.unanswered.Load() > 0:
 		time.AfterFunc(burst, q.forget)
 	default:

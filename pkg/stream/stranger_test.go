@@ -3,6 +3,7 @@ package stream
 import (
 	"context"
 	"crypto/tls"
+	"errors"
 	"net"
 	"testing"
 
@@ -31,9 +32,16 @@ func (r *rig) stranger(show ...tls.Certificate) *stranger {
 		dial = r.net.dial
 	}
 	address := r.server.Addr().String()
+	var first net.Conn // gRPC would dial again when the cloud has closed it
 	cc, err := grpc.NewClient("passthrough:///"+address,
 		grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{RootCAs: r.ca.Pool(), ServerName: "cloud", Certificates: show})),
-		grpc.WithContextDialer(func(ctx context.Context, a string) (net.Conn, error) { return dial(ctx, "tcp", a) }),
+		grpc.WithContextDialer(func(ctx context.Context, a string) (_ net.Conn, err error) {
+			if first != nil {
+				return nil, errors.New("this stranger has had its connection")
+			}
+			first, err = dial(ctx, "tcp", a)
+			return first, err
+		}),
 		grpc.WithDisableRetry(), grpc.WithIdleTimeout(0))
 	if err != nil {
 		r.t.Fatal(err)

@@ -137,7 +137,7 @@ const (
 	// the edge's last conn has ended.
 	hangUpTimeout = 2 * time.Second
 	// leaveTimeout is how long a stopping edge waits for the cloud to receive its last messages.
-	leaveTimeout = time.Second
+	leaveTimeout = 3 * time.Second
 	// A replica that is about to stop continues for leaveFirst, while load balancers and edges move to
 	// the other replicas. If edges need longer, since their balancer still leads them to this replica,
 	// it waits for them until leaveLast. Both are part of the grace period.

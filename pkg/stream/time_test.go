@@ -103,17 +103,18 @@ func TestHalfOpenPathIsNoticed(t *testing.T) {
 
 // Who connects and does not become a session is hung up on, however far it comes.
 func TestStrangersAreHungUpOn(t *testing.T) {
-	handshake := func(t *testing.T, r *rig) net.Conn {
+	handshakeAs := func(t *testing.T, r *rig, protocol string) net.Conn {
 		raw, err := r.net.dial(t.Context(), "", "")
 		if err != nil {
 			t.Fatal(err)
 		}
-		c := tls.Client(raw, &tls.Config{InsecureSkipVerify: true, NextProtos: []string{"h2"}})
+		c := tls.Client(raw, &tls.Config{InsecureSkipVerify: true, NextProtos: []string{protocol}})
 		if err := c.HandshakeContext(t.Context()); err != nil {
 			t.Fatal(err)
 		}
 		return c
 	}
+	handshake := func(t *testing.T, r *rig) net.Conn { return handshakeAs(t, r, "h2") }
 	connect := func(t *testing.T, r *rig) net.Conn {
 		c, err := r.net.dial(t.Context(), "", "")
 		if err != nil {
@@ -132,6 +133,9 @@ func TestStrangersAreHungUpOn(t *testing.T) {
 			return c
 		}},
 		"TLS and silence": {joinTimeout, handshake},
+		"a data connection and silence": {joinTimeout, func(t *testing.T, r *rig) net.Conn {
+			return handshakeAs(t, r, DataProtocol)
+		}},
 		"TLS and HTTP/2, no stream": {joinTimeout, func(t *testing.T, r *rig) net.Conn {
 			c := handshake(t, r)
 			io.WriteString(c, "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00")
@@ -177,8 +181,8 @@ func TestStrangersAreHungUpOn(t *testing.T) {
 			}
 			time.Sleep(2 * time.Second)
 			synctest.Wait()
-			if err := s.control(bearerOf("edge1")).end(); err == nil {
-				t.Error("the connection outlives its refusal")
+			if _, err := s.client.TunnelStreaming(s.ctx); status.Code(err) != codes.Unavailable {
+				t.Errorf("the connection outlives its refusal: %v", err)
 			}
 		})
 	})

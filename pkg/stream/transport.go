@@ -26,8 +26,8 @@ type transport struct {
 	refused atomic.Bool                  // a stream was refused; no further stream is served
 }
 
-// refuse makes the server refuse every further stream on the connection. It closes the connection after
-// lastWords, so that the status can leave. first reports whether this is the first refusal.
+// refuse makes the server refuse every further stream on the connection. It closes the connection when the status has
+// left, see closeSoon. first reports whether this is the first refusal.
 func (t *transport) refuse() (first bool) {
 	if t.refused.Swap(true) {
 		return false
@@ -161,6 +161,8 @@ type joiningConn struct {
 	onePort   *listen.Handover  // the listener of the one port that accepted the connection; nil: a port of edges did
 	probation *listen.Probation // limits the connection until it has a session
 	below     bool              // true: Conn is a WebSocket, and probation reads from the connection below Conn
+	// last closes the connection; nil: the connection stays, or has sent its last words. See closeSoon.
+	last atomic.Pointer[time.Timer]
 }
 
 // Socket implements listen.Socketed.
@@ -214,7 +216,19 @@ func (c *joiningConn) Close() error {
 // the edge.
 const lastWords = time.Second
 
-// closeSoon closes the connection after lastWords, so that a last status can leave.
+// closeSoon closes the connection lastWords after its next write, so that a last status can leave: a busy cloud may
+// write it late. If gRPC writes nothing, closeSoon closes the connection after joinTimeout.
 func (c *joiningConn) closeSoon() {
-	time.AfterFunc(lastWords, func() { c.Close() })
+	c.last.Store(time.AfterFunc(joinTimeout, func() { c.Close() }))
+}
+
+// Write implements net.Conn.
+func (c *joiningConn) Write(b []byte) (int, error) {
+	n, err := c.Conn.Write(b)
+	if c.last.Load() != nil {
+		if timer := c.last.Swap(nil); timer != nil {
+			timer.Reset(lastWords)
+		}
+	}
+	return n, err
 }

@@ -15,14 +15,14 @@ import (
 	"time"
 
 	"github.com/coder/websocket"
-	"go.uber.org/goleak"
 
 	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/internal/testkit/leaks"
 	"tunnel.example/tunnel/internal/testkit/testca"
 	"tunnel.example/tunnel/pkg/auth"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { leaks.Main(m) }
 
 // patience is how long a test waits for what must happen.
 const patience = time.Minute
@@ -175,7 +175,7 @@ func TestReadDeadline(t *testing.T) {
 // An end that is silent sends empty messages, and the other end's reader does not see them. An end that sends
 // needs none.
 func TestKeepAlive(t *testing.T) {
-	client, server, raw := pair(t, 20*time.Millisecond)
+	client, server, raw := pair(t, 200*time.Millisecond) // a flood is 100 in 20 s
 	before := raw.writes.Load()
 	testkit.Eventually(t, "the silent end has sent five times", func() bool { return raw.writes.Load() >= before+5 })
 	go client.Write([]byte("x"))
