@@ -3,7 +3,7 @@ package auth
 import (
 	"testing"
 
-	"go.uber.org/goleak"
+	"tunnel.example/tunnel/internal/testkit/leaks"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { leaks.Main(m) }

@@ -20,17 +20,17 @@ import (
 	"testing"
 	"time"
 
-	"go.uber.org/goleak"
 	"sigs.k8s.io/yaml"
 
 	"tunnel.example/tunnel/conf"
+	"tunnel.example/tunnel/internal/testkit/leaks"
 	"tunnel.example/tunnel/pkg/api"
 	"tunnel.example/tunnel/pkg/cni"
 	"tunnel.example/tunnel/pkg/kube"
 	"tunnel.example/tunnel/pkg/stream"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { leaks.Main(m) }
 
 // want compares a result with a state, a part of its text and a part of its next step.
 func want(t *testing.T, what string, r Result, state State, text, do string) {

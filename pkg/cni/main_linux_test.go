@@ -6,7 +6,8 @@ import (
 	"testing"
 
 	"github.com/containernetworking/cni/pkg/skel"
-	"go.uber.org/goleak"
+
+	"tunnel.example/tunnel/internal/testkit/leaks"
 )
 
 func TestMain(m *testing.M) {
@@ -18,5 +19,5 @@ func TestMain(m *testing.M) {
 		churn(dir)
 		return
 	}
-	goleak.VerifyTestMain(m)
+	leaks.Main(m)
 }

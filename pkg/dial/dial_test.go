@@ -12,10 +12,10 @@ import (
 	"testing/synctest"
 	"time"
 
-	"go.uber.org/goleak"
+	"tunnel.example/tunnel/internal/testkit/leaks"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { leaks.Main(m) }
 
 // mustServers parses servers.
 func mustServers(t *testing.T, texts ...string) (all []Server) {

@@ -368,10 +368,10 @@ func TestAllowFrom(t *testing.T) {
 // Lists that change count for the next connections, and for the next request of a connection that is open.
 func TestListsChange(t *testing.T) {
 	r := newRig(t, nil, nil).start()
-	caller := r.client(r.caller("127.0.0.1"), false)
+	caller := r.keep(r.caller("127.0.0.1"))
 	call := func(why string, status int, word string) {
 		t.Helper()
-		res, body := get(t, caller, "https://edge1/pods")
+		res, body := caller.ask("edge1", "/pods")
 		if res.StatusCode != status || !strings.Contains(body, word) {
 			t.Errorf("%s: %d %s, want %d and %q", why, res.StatusCode, body, status, word)
 		}

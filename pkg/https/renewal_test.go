@@ -75,8 +75,8 @@ func TestCertificatesChange(t *testing.T) {
 				return cfg
 			}
 			old := caller(r.clientCA)
-			open := r.client(old, false)
-			res, body := get(t, open, "https://edge1/")
+			open := r.keep(old)
+			res, body := open.ask("edge1", "/")
 			wantStatus(t, res, body, 200, "tunnel-cloud")
 
 			renewed := r.frontCA.issue("renewed", "127.0.0.1")
@@ -84,8 +84,8 @@ func TestCertificatesChange(t *testing.T) {
 			clientCA.Store(other.pool)
 			kubelet.Store(r.clientCA.issue("tunnel-cloud-renewed"))
 
-			res, body = get(t, open, "https://edge1/")
-			wantStatus(t, res, body, 200, "tunnel-cloud") // over the pooled conn that was opened for this caller
+			res, body = open.ask("edge1", "/")
+			wantStatus(t, res, body, 200, "tunnel-cloud")
 			refused := func() error {
 				c := tls.Client(r.tcp(), old)
 				if _, err := fmt.Fprint(c, "GET / HTTP/1.1\r\nHost: edge1\r\n\r\n"); err != nil {

@@ -6,6 +6,7 @@ import (
 	"crypto/tls"
 	"crypto/x509"
 	"errors"
+	"fmt"
 	"io"
 	"log/slog"
 	"net"
@@ -18,15 +19,14 @@ import (
 	"testing"
 	"time"
 
-	"go.uber.org/goleak"
-
 	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/internal/testkit/leaks"
 	"tunnel.example/tunnel/internal/testkit/testca"
 	"tunnel.example/tunnel/pkg/auth"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { leaks.Main(m) }
 
 // patience bounds every wait in the tests.
 const patience = 15 * time.Second
@@ -211,6 +211,32 @@ func (r *rig) raw(cfg *tls.Config) *tls.Conn {
 	tc := tls.Client(c, cfg)
 	must(r.t, tc.Handshake())
 	return tc
+}
+
+// kept is a connection to the door with HTTP/1.1 that a test keeps. A client of net/http would dial again after a
+// request whose goroutine is 50 ms late.
+type kept struct {
+	*tls.Conn
+	t  testing.TB
+	br *bufio.Reader
+}
+
+func (r *rig) keep(cfg *tls.Config) *kept {
+	r.t.Helper()
+	c := r.raw(cfg)
+	return &kept{c, r.t, bufio.NewReader(c)}
+}
+
+// ask is the function ask, over this connection.
+func (k *kept) ask(host, path string) (*http.Response, string) {
+	k.t.Helper()
+	_, err := fmt.Fprintf(k, "GET %s HTTP/1.1\r\nHost: %s\r\nX-Test: not a probe\r\n\r\n", path, host)
+	must(k.t, err)
+	res := readResponse(k.t, k.br, "GET")
+	defer res.Body.Close()
+	b, err := io.ReadAll(res.Body)
+	must(k.t, err)
+	return res, string(b)
 }
 
 func (r *rig) tcp() *net.TCPConn {

@@ -177,11 +177,7 @@ func TestPodMoves(t *testing.T) {
 		}
 	}
 	want("edge2")
-	before := k1.probes.Load()
-	want("edge2")
-	if n := k1.probes.Load(); n != before {
-		t.Error("edge1 was asked although edge2 had the pod and still has")
-	}
+	want("edge2") // TestPodBurst checks that edge1 is not asked
 	k1.put("ns/two")
 	k2.put()
 	want("edge1")
@@ -310,12 +306,15 @@ func TestNodeComesBack(t *testing.T) {
 				t.Error("the connection is to be used again")
 			}
 			r.hold("edge1", true)
-			for range 2 {
-				res, body = ask(t, c, "10.77.0.1", "/stats")
+			by := func() string {
+				res, body := ask(t, c, "10.77.0.1", "/stats")
 				wantStatus(t, res, body, 200, "pong")
-				if cn := res.TLS.PeerCertificates[0].Subject.CommonName; cn != "system:node:edge1" {
-					t.Errorf("after edge1 has come back the caller speaks with %q", cn)
-				}
+				return res.TLS.PeerCertificates[0].Subject.CommonName
+			}
+			testkit.Eventually(t, "the caller passes through", // with HTTP/2, the GOAWAY may still be under way
+				func() bool { return by() == "system:node:edge1" })
+			if cn := by(); cn != "system:node:edge1" {
+				t.Errorf("after edge1 has come back the caller speaks with %q", cn)
 			}
 			close(release)
 			if b, err := io.ReadAll(logs.Body); err != nil || string(b) != "first pong" {
@@ -342,21 +341,30 @@ func TestTerminatedWhileAway(t *testing.T) {
 				wantStatus(t, res, body, 200, "pong")
 				return res.TLS.PeerCertificates[0].Subject.CommonName
 			}
+			open := by
+			if !h2 {
+				k := r.keep(cfg)
+				open = func(host string) string {
+					t.Helper()
+					res, body := k.ask(host, "/")
+					wantStatus(t, res, body, 200, "pong")
+					if back := host == "10.77.0.1"; res.Close != back {
+						t.Errorf("the answer for %s ends the connection: %v", host, res.Close)
+					}
+					return k.ConnectionState().PeerCertificates[0].Subject.CommonName
+				}
+			}
 			for range 2 {
-				if cn := by("edge2"); cn != "front" {
+				if cn := open("edge2"); cn != "front" {
 					t.Errorf("met %q while edge1 is away", cn)
 				}
 			}
 			r.hold("edge1", true)
-			if cn := by("10.77.0.1"); cn != "front" {
-				t.Errorf("met %q on the pooled connection", cn)
+			if cn := open("10.77.0.1"); cn != "front" {
+				t.Errorf("met %q on the connection that is open", cn)
 			}
-			if h2 { // the GOAWAY may still be under way
-				testkit.Eventually(t, "the caller passes through",
-					func() bool { return by("10.77.0.1") == "system:node:edge1" })
-			} else if cn := by("10.77.0.1"); cn != "system:node:edge1" {
-				t.Errorf("met %q when edge1 was back", cn)
-			}
+			testkit.Eventually(t, "the caller passes through", // with HTTP/2, the GOAWAY may still be under way
+				func() bool { return by("10.77.0.1") == "system:node:edge1" })
 		})
 	}
 }

@@ -14,9 +14,8 @@ import (
 	"testing"
 	"time"
 
-	"go.uber.org/goleak"
-
 	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/internal/testkit/leaks"
 	"tunnel.example/tunnel/internal/testkit/testca"
 	"tunnel.example/tunnel/pkg/auth"
 	"tunnel.example/tunnel/pkg/hello"
@@ -24,7 +23,7 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { leaks.Main(m) }
 
 // patience bounds every wait on loopback, on a busy machine.
 const patience = 15 * time.Second

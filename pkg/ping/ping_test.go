@@ -8,12 +8,11 @@ import (
 	"testing"
 	"time"
 
-	"go.uber.org/goleak"
-
+	"tunnel.example/tunnel/internal/testkit/leaks"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { leaks.Main(m) }
 
 // cloud is a dialer whose conns lead to an Edge's echo over TCP, or that refuses.
 type cloud struct {

@@ -13,8 +13,7 @@ import (
 	"testing"
 	"time"
 
-	"go.uber.org/goleak"
-
+	"tunnel.example/tunnel/internal/testkit/leaks"
 	"tunnel.example/tunnel/pkg/listen"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
@@ -24,7 +23,7 @@ func TestMain(m *testing.M) {
 	if value := os.Getenv(Variable); value != "" {
 		next(value, os.Args[1])
 	}
-	goleak.VerifyTestMain(m)
+	leaks.Main(m)
 }
 
 // next is the new process. It never returns.

@@ -8,12 +8,11 @@ import (
 	"testing/synctest"
 	"time"
 
-	"go.uber.org/goleak"
-
+	"tunnel.example/tunnel/internal/testkit/leaks"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { leaks.Main(m) }
 
 // next returns the next line, which must be there.
 func next(t *testing.T, w *Watcher) Line {

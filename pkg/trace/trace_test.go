@@ -14,14 +14,13 @@ import (
 	"testing/synctest"
 	"time"
 
-	"go.uber.org/goleak"
-
 	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/internal/testkit/leaks"
 	"tunnel.example/tunnel/pkg/auth"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { leaks.Main(m) }
 
 // cloud is a dialer whose conns lead over TCP to what an Edge answers, or that refuses.
 type cloud struct {

@@ -204,7 +204,7 @@ func TestFlowsLeaveNothing(t *testing.T) {
 	}
 	r := run(t, Listener{Target: target(t, echo)}, func(f *FrontDoor, e *Edge) {
 		f.cfg.Limits = Limits{Flows: 1000}
-		f.idle, f.keep, e.idle = 2*time.Second, 100*time.Millisecond, 5*time.Second
+		f.idle, f.keep, e.idle = 5*time.Second, 100*time.Millisecond, 10*time.Second
 	})
 	round := func(n int) {
 		for range n {

@@ -10,14 +10,13 @@ import (
 	"testing"
 	"time"
 
-	"go.uber.org/goleak"
-
 	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/internal/testkit/leaks"
 	"tunnel.example/tunnel/pkg/auth"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { leaks.Main(m) }
 
 const (
 	// patience bounds every wait on loopback, on a busy machine.

@@ -254,10 +254,15 @@ func TestIdleFlowsEnd(t *testing.T) {
 // The edge ends a flow that the cloud still knows. The next datagram tells the cloud, the one after
 // that has a new flow.
 func TestFlowEndsAtTheEdge(t *testing.T) {
-	r := run(t, Listener{Target: target(t, echo)}, func(_ *FrontDoor, e *Edge) { e.idle = time.Second })
+	r := run(t, Listener{Target: target(t, echo)})
 	c := r.caller()
 	for range 3 {
 		ask(t, c, "x")
+		r.edge.mu.Lock()
+		for conn := range r.edge.conns {
+			conn.endIdle(0)
+		}
+		r.edge.mu.Unlock()
 		testkit.Eventually(t, "the flow ends", func() bool {
 			return r.edge.counters.Flows.Load() == 0 && r.door.cfg.Counters.Flows.Load() == 0
 		})

@@ -13,9 +13,8 @@ import (
 	"sync"
 	"testing"
 
-	"go.uber.org/goleak"
-
 	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/internal/testkit/leaks"
 	"tunnel.example/tunnel/pkg/egress"
 	"tunnel.example/tunnel/pkg/konnectivity"
 	"tunnel.example/tunnel/pkg/kube"
@@ -23,7 +22,7 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { leaks.Main(m) }
 
 const (
 	first, last = 20000, 20003
@@ -278,8 +277,10 @@ func TestTwin(t *testing.T) {
 		r.leadsTo(t, http, "web.shop.svc:80")
 		r.leadsTo(t, https, "web.shop.svc:443")
 	}
-	lines := leader.log.Lines("target=shop/web", "has no complete twin", "only its TCP ports")
-	if len(lines) != 1 || len(other.log.Lines("has no complete twin")) != 0 {
+	testkit.Eventually(t, "the leader logs what the twin lacks", func() bool {
+		return len(leader.log.Lines("target=shop/web", "has no complete twin", "only its TCP ports")) > 0
+	})
+	if len(leader.log.Lines("has no complete twin")) != 1 || len(other.log.Lines("has no complete twin")) != 0 {
 		t.Errorf("the logs are\n%s\n%s", leader.log, other.log)
 	}
 

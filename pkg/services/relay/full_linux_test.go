@@ -21,6 +21,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/pkg/listen"
 	"tunnel.example/tunnel/pkg/services"
 	pb "tunnel.example/tunnel/pkg/services/servicesv1"
 )
@@ -100,7 +101,7 @@ func (s *site) serve() {
 					if err != nil {
 						return
 					}
-					fmt.Fprintf(c, "%s %s\n", hostOf(c.LocalAddr()), hostOf(c.RemoteAddr()))
+					fmt.Fprintf(c, "%s %s\n", listen.AddrOf(c.LocalAddr()), listen.AddrOf(c.RemoteAddr()))
 					go func() {
 						io.Copy(c, c)
 						c.Close()

@@ -59,3 +59,14 @@ func BenchmarkFull(b *testing.B) {
 		}
 	})
 }
+
+// Of networks of pods that overlap, the widest one counts: the kernel takes no others.
+func TestWithoutOverlaps(t *testing.T) {
+	var all []netip.Prefix
+	for _, text := range []string{"10.2.0.0/16", "10.1.0.0/16", "fd00::/64", "10.0.0.0/8", "10.0.0.0/16", "11.0.0.0/16"} {
+		all = append(all, netip.MustParsePrefix(text))
+	}
+	if got := fmt.Sprint(withoutOverlaps(all)); got != "[10.0.0.0/8 11.0.0.0/16 fd00::/64]" {
+		t.Error(got)
+	}
+}

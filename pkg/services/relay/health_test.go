@@ -64,7 +64,10 @@ func TestHealthPort(t *testing.T) {
 	want(http.StatusOK, `{"localEndpoints":1,`+service)
 	send(&pb.Changes{Deleted: []services.Path{web}})
 	testkit.Eventually(t, "the port is closed", func() bool {
-		_, err := client.Get("http://127.0.0.1:" + strconv.Itoa(port) + "/")
+		answer, err := client.Get("http://127.0.0.1:" + strconv.Itoa(port) + "/")
+		if err == nil {
+			answer.Body.Close()
+		}
 		return err != nil
 	})
 }
