@@ -79,7 +79,7 @@ func runEdge(ctx context.Context, file string, log *slog.Logger, level *slog.Lev
 	switch {
 	case w.services == nil:
 		if relay.RemoveRules(w.log) && at.before != nil {
-			w.add(later{leftRules{func() { relay.RemoveRules(w.log) }}, at.sockets}, nil)
+			w.addWriter(leftRules{func() { relay.RemoveRules(w.log) }})
 		}
 	case w.names == nil:
 		relay.RemoveDNSRules(w.log)

@@ -35,11 +35,11 @@ func roomyHeap() {
 	runtime.GC() // so that the first conns use the memory of what the start has left
 }
 
-// gcPercent returns the GOGC that lets spareHeap bytes of garbage be beyond what 100 does. The
-// runtime starts a collection at live + (live + roots) * GOGC/100 bytes of heap; roots are
+// gcPercent returns the GOGC at which the heap may hold spareHeap bytes more garbage than at GOGC=100; 100 for a large
+// heap. The runtime starts a collection at live + (live + roots) * GOGC/100 bytes of heap; roots are
 // stacks and globals (https://go.dev/doc/gc-guide).
 func gcPercent(live, roots uint64) int {
-	const least = 4 << 20 // bytes: below, the runtime collects at least * GOGC/100
+	const least = 4 << 20 // bytes: the runtime starts no collection below least * GOGC/100
 	if live > 4*spareHeap {
 		return 100
 	}

@@ -41,7 +41,8 @@ func isChildOfSystemd(env func(string) string, pid, parent int) bool {
 		env("SYSTEMD_EXEC_PID") == "" && env("INVOCATION_ID") != "" && parent == 1
 }
 
-// isUnknownChild reports whether systemd watches the process pid and would not hear of another one.
+// isUnknownChild reports whether systemd has started the process pid, but takes no notifications from it. Then systemd
+// would not learn the id of a process that takes over.
 func isUnknownChild(env func(string) string, pid, parent int) bool {
 	return env(notifyVariable) == "" && isChildOfSystemd(env, pid, parent)
 }

@@ -218,7 +218,7 @@ func (c *Conn) OnReset(f func()) {
 	}
 }
 
-// bothEndedLocked reports whether both directions have ended.
+// bothEndedLocked reports whether both directions have ended cleanly: not while a ResetBehind is under way.
 func (c *Conn) bothEndedLocked() bool {
 	out := c.out.fin == noticeSent || c.out.stopGot
 	in := c.in.finGot || c.in.stop == noticeSent

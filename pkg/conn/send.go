@@ -135,21 +135,21 @@ func (c *Conn) sendLoop() {
 	}
 }
 
-// sendOnce is sendPending for a caller that does not hold sendMu. It sends at most most bytes of the tail;
-// 0: all of them.
-func (c *Conn) sendOnce(most int) (sent bool, err error) {
+// sendOnce is sendPending for a caller that does not hold sendMu. It sends at most limit bytes of the tail; 0: the
+// whole tail.
+func (c *Conn) sendOnce(limit int) (sent bool, err error) {
 	c.out.sendMu.Lock()
 	defer c.out.sendMu.Unlock() // deferred, because a ReadFrom may wait for sendMu even after a panic here
 	c.mu.Lock()
-	if most == 0 || most >= c.out.tailLen {
+	if limit == 0 || limit >= c.out.tailLen {
 		c.mu.Unlock()
 		return c.sendPending()
 	}
 	part := c.blocks.get()
-	copy(payload(part), payload(c.out.tail)[:most])
-	c.out.tailLen = copy(payload(c.out.tail), payload(c.out.tail)[most:c.out.tailLen])
+	copy(payload(part), payload(c.out.tail)[:limit])
+	c.out.tailLen = copy(payload(c.out.tail), payload(c.out.tail)[limit:c.out.tailLen])
 	c.mu.Unlock()
-	return true, c.send(&outgoing{block: part, n: most})
+	return true, c.send(&outgoing{block: part, n: limit})
 }
 
 // sendPending sends the tail, and the marks that are due. sent is false if there was nothing to send. The

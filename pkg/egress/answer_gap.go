@@ -13,7 +13,7 @@ import (
 //
 // A caller that has sent something after the answer has read the answer, which ends the delay.
 type answerGap struct {
-	answered   time.Time     // set before anything is written
+	answered   time.Time     // when the answer was written; set before the target's first bytes are
 	callerRead chan struct{} // closed when the caller has sent something after the answer; nothing is sent
 	once       sync.Once     // closes callerRead
 }

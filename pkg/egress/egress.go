@@ -109,7 +109,6 @@ type FrontDoor struct {
 	listeners []listener
 	chooser   *chooser
 	balancers *balancer.Balancers // in front of tls:// listeners
-	sessions  Sessions            // Config.Sessions; nil: no edge gets the networks of its pods
 	askers    *askers             // edges that ask for their neighbours
 	metrics   *metrics
 	log       *slog.Logger
@@ -142,7 +141,7 @@ func New(cfg Config, dialer tunnel.Dialer, nodes tunnel.Nodes, log *slog.Logger)
 		return nil, err
 	}
 	f := &FrontDoor{
-		cfg: cfg, chooser: c, askers: new(askers), metrics: newMetrics(), sessions: cfg.Sessions,
+		cfg: cfg, chooser: c, askers: new(askers), metrics: newMetrics(),
 		log: log.With("module", name), grace: tunnel.GracePeriod,
 	}
 	f.balancers = balancer.New(balancer.Config{
@@ -206,7 +205,7 @@ func (f *FrontDoor) Run(ctx context.Context) error {
 	defer f.setUp(false)
 	g, ctx := errgroup.WithContext(ctx) // a listener that fails stops the others
 	g.Go(func() error { return f.chooser.run(ctx, f.guard) })
-	if f.sessions != nil {
+	if f.cfg.Sessions != nil {
 		g.Go(func() error { return f.announceNetworks(ctx) })
 		g.Go(func() error { return f.announceNeighbours(ctx) })
 	}

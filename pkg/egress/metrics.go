@@ -12,9 +12,6 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// resultOK is the result label of a successful dial. A failed dial has the code of its refusal.
-const resultOK = "ok"
-
 // A door is a protocol of the egress front door, and a value of the label door.
 const (
 	doorGRPC    = "grpc"
@@ -52,7 +49,7 @@ func newMetrics() *metrics {
 	}
 	for door, now := range m.inFlight {
 		// Every series exists from the start, because an alert on a rate needs a first value of 0.
-		m.dials.WithLabelValues(door, resultOK)
+		m.dials.WithLabelValues(door, tunnel.ResultOK)
 		m.duration.WithLabelValues(door)
 		for _, code := range tunnel.Codes() {
 			m.dials.WithLabelValues(door, code.String())
@@ -106,13 +103,10 @@ func (f *FrontDoor) dial(ctx context.Context, door, addr, caller string) (net.Co
 	defer m.inFlight[door].dials.Add(-1)
 	c, err := f.chooser.connect(ctx, o)
 	took := o.visit.Since().Seconds()
-	result := resultOK
 	if err == nil {
 		m.duration.WithLabelValues(door).Observe(took)
-	} else {
-		result = tunnel.CodeOf(err).String()
 	}
-	m.dials.WithLabelValues(door, result).Inc()
+	m.dials.WithLabelValues(door, tunnel.ResultOf(err)).Inc()
 	if m.konnectivity != nil {
 		m.konnectivity.dialled(ctx, took, err)
 	}

@@ -109,7 +109,8 @@ func decodeNeighbours(b []byte) ([]Neighbour, error) {
 
 var errNotProtobuf = errors.New("not a protobuf")
 
-// fields calls f with each length-delimited field (text, bytes, message) of a protobuf message.
+// fields calls f with each length-delimited field (text, bytes, message) of a protobuf message. It skips fields of
+// other types, as protobuf requires for unknown fields.
 func fields(b []byte, f func(number protowire.Number, data []byte) error) error {
 	for len(b) > 0 {
 		number, kind, size := protowire.ConsumeTag(b)
@@ -194,7 +195,7 @@ func (f *FrontDoor) announceNeighbours(ctx context.Context) error {
 	}
 	announced := make(map[*tunnel.Session][]Neighbour)
 	for {
-		sessionsChanged, reachChanged, asked := f.sessions.Changed(), f.chooser.source.Changed(), f.askers.next()
+		sessionsChanged, reachChanged, asked := f.cfg.Sessions.Changed(), f.chooser.source.Changed(), f.askers.next()
 		if f.chooser.source.Known() {
 			//nolint:errcheck // the next change tries again
 			f.guard("edges do not learn of their neighbours", func() error {

@@ -2,7 +2,6 @@ package egress
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"log/slog"
 	"net/netip"
@@ -40,39 +39,22 @@ func encodeNetworks(all []netip.Prefix) []byte {
 	return b
 }
 
-var errNotNetworks = errors.New("networks: not a protobuf")
-
-// decodeNetworks reads the data of a message. Unknown fields are skipped, as protobuf requires.
+// decodeNetworks reads the data of a message.
 func decodeNetworks(b []byte) ([]netip.Prefix, error) {
 	var all []netip.Prefix
-	for len(b) > 0 {
-		n, t, size := protowire.ConsumeTag(b)
-		if size < 0 {
-			return nil, errNotNetworks
-		}
-		b = b[size:]
-		var cidr []byte
-		if t == protowire.BytesType {
-			cidr, size = protowire.ConsumeBytes(b)
-		} else {
-			size = protowire.ConsumeFieldValue(n, t, b)
-		}
-		if size < 0 {
-			return nil, errNotNetworks
-		}
-		b = b[size:]
-		// Other fields are skipped. A varint as field 1 leaves cidr empty, which is refused below.
-		if n != 1 || t != protowire.BytesType && t != protowire.VarintType {
-			continue
-		}
-		p, err := netip.ParsePrefix(string(cidr))
-		if err != nil {
-			return nil, fmt.Errorf("networks: %w", err)
+	err := fields(b, func(number protowire.Number, cidr []byte) error {
+		if number != 1 {
+			return nil
 		}
 		if len(all) == maxNetworks {
-			return nil, fmt.Errorf("networks: more than %d", maxNetworks)
+			return fmt.Errorf("more than %d", maxNetworks)
 		}
+		p, err := netip.ParsePrefix(string(cidr))
 		all = append(all, p)
+		return err
+	})
+	if err != nil {
+		return nil, fmt.Errorf("networks: %w", err)
 	}
 	return all, nil
 }
@@ -91,7 +73,7 @@ type Sessions interface {
 func (f *FrontDoor) announceNetworks(ctx context.Context) error {
 	announced := make(map[*tunnel.Session][]netip.Prefix)
 	for {
-		sessionsChanged, reachChanged := f.sessions.Changed(), f.chooser.source.Changed()
+		sessionsChanged, reachChanged := f.cfg.Sessions.Changed(), f.chooser.source.Changed()
 		if f.chooser.source.Known() {
 			//nolint:errcheck // the next change tries again
 			f.guard("edges do not learn the networks of their pods", func() error {
@@ -116,7 +98,7 @@ func (f *FrontDoor) announceOnce(announced map[*tunnel.Session][]netip.Prefix) m
 		all = f.chooser.source.Identifiers()
 	}
 	live := make(map[*tunnel.Session][]netip.Prefix)
-	for _, s := range f.sessions.Sessions() {
+	for _, s := range f.cfg.Sessions.Sessions() {
 		now := all[s.Node].Networks
 		if before, ok := announced[s]; !ok || !slices.Equal(before, now) {
 			m := &tunnel.Message{Category: name, Type: typeNetworks, Data: encodeNetworks(now)}

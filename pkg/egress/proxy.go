@@ -123,13 +123,13 @@ func (p *proxies) handle(_ any, stream grpc.ServerStream) error {
 	if err != nil {
 		return s.send(&konnectivity.Packet{Type: konnectivity.PacketDialRsp, Random: req.Random, Err: tellable(err)})
 	}
-	s.gap.answered = time.Now()
 	answer := &konnectivity.Packet{Type: konnectivity.PacketDialRsp, Random: req.Random, ConnID: onlyConn}
 	if err := s.send(answer); err != nil {
 		tunnel.Reset(target)
 		o.visit.Ended(0, 0, err, o.event)
 		return err
 	}
+	s.gap.answered = time.Now()
 	return p.serve(s, o, target)
 }
 

@@ -306,7 +306,7 @@ func (c *Client) Run(ctx context.Context) error {
 		if err == nil {
 			var l *link
 			open := func() error { l, err = c.open(ctx); return err }
-			if err = guard(c.log, c.cfg.Counters, "there is no session", open); err == nil {
+			if err = tunnel.Guard(c.log, c.cfg.Counters, "there is no session", open); err == nil {
 				serving.Go(func() { c.serve(ctx, l) })
 				continue
 			}

@@ -393,7 +393,7 @@ func (s *cloudSession) carry(name, category string, d *dataConn) *conn.Conn {
 			release := func() {
 				defer s.connOver(name, category, since)
 				give := func() error { return s.release(d, lease) }
-				if err := guard(s.log, s.counters, "the data connection ends", give); err != nil {
+				if err := tunnel.Guard(s.log, s.counters, "the data connection ends", give); err != nil {
 					s.drop(d)
 				}
 			}

@@ -11,7 +11,6 @@ import (
 	"strings"
 	"time"
 
-	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials"
@@ -108,30 +107,26 @@ func answerOf(err error, binding string) (a Answer, _ error) {
 		}
 		return a, err
 	}
-	for _, detail := range status.Convert(err).Details() {
-		info, ok := detail.(*errdetails.ErrorInfo)
-		if !ok || info.GetDomain() != reasonDomain || info.GetReason() != string(reasonProbed) {
-			continue
-		}
-		m := info.GetMetadata()
-		if m["version"] != strconv.Itoa(Version) {
-			return a, status.Errorf(codes.FailedPrecondition,
-				"the cloud speaks version %s of the protocol and this program version %d: "+
-					"install the release of the cloud (%s) here",
-				text(m["version"]), Version, text(m["software"]))
-		}
-		if theirs := m["binding"]; theirs != "" && theirs != binding {
-			return a, &Hinted{
-				errors.New("a balancer or a proxy in between ends TLS, so conns of the node would fail"),
-				"have it pass TCP through to the cloud (docs/network.md), or try wss:// in servers",
-			}
-		}
-		a = Answer{
-			Time: millisecond(m["time_ms"]), Software: text(m["software"]), Session: text(m["session"]),
-			Since: millisecond(m["since_ms"]), Remote: text(m["remote"]),
+	m := infoOf(err).GetMetadata()
+	if m == nil {
+		return a, nil // an older cloud
+	}
+	if m["version"] != strconv.Itoa(Version) {
+		return a, status.Errorf(codes.FailedPrecondition,
+			"the cloud speaks version %s of the protocol and this program version %d: "+
+				"install the release of the cloud (%s) here",
+			text(m["version"]), Version, text(m["software"]))
+	}
+	if theirs := m["binding"]; theirs != "" && theirs != binding {
+		return a, &Hinted{
+			errors.New("a balancer or a proxy in between ends TLS, so conns of the node would fail"),
+			"have it pass TCP through to the cloud (docs/network.md), or try wss:// in servers",
 		}
 	}
-	return a, nil
+	return Answer{
+		Time: millisecond(m["time_ms"]), Software: text(m["software"]), Session: text(m["session"]),
+		Since: millisecond(m["since_ms"]), Remote: text(m["remote"]),
+	}, nil
 }
 
 // millisecond parses milliseconds since 1970; it returns the zero time if s is not such a number.

@@ -501,7 +501,7 @@ func (s *Server) intercept(srv any, stream grpc.ServerStream, _ *grpc.StreamServ
 		}
 	}
 	var answer error
-	if err := guard(s.log, s.cfg.Counters, "the session ends", func() error {
+	if err := tunnel.Guard(s.log, s.cfg.Counters, "the session ends", func() error {
 		answer = next(srv, stream)
 		return nil
 	}); err != nil {

@@ -383,12 +383,7 @@ func messageOf(in *pb.StreamMsg) *tunnel.Message {
 
 // guard calls f. A panic ends this session, and no other.
 func (s *session) guard(f func() error) error {
-	return guard(s.log, s.counters, "the session ends", f)
-}
-
-// guard is tunnel.Guard.
-func guard(log *slog.Logger, counters *tunnel.Counters, what string, f func() error) error {
-	return tunnel.Guard(log, counters, what, f)
+	return tunnel.Guard(s.log, s.counters, "the session ends", f)
 }
 
 // guarded returns f under a guard. A panic ends this session, and no other.

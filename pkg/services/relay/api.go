@@ -6,8 +6,10 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"google.golang.org/protobuf/encoding/protojson"
@@ -65,7 +67,7 @@ type Line struct {
 	Path    string          `json:"path,omitempty"`
 	Deleted bool            `json:"deleted,omitempty"`
 	Value   json.RawMessage `json:"value,omitempty"` // the new value of the item
-	Lost    int             `json:"lost,omitempty"`  // how many of the next lines are missing: the reader is too slow
+	Lost    int             `json:"lost,omitempty"`  // lines that found no room since the last such number
 }
 
 // Handlers returns the handlers of paths of the admin socket, by their patterns.
@@ -260,10 +262,8 @@ type watchers struct {
 
 // watcher is a bounded queue of lines.
 type watcher struct {
-	lines chan Line // tell sends, next receives; never closed
-
-	mu   sync.Mutex // guards the following
-	lost int        // lines that found no room
+	lines chan Line    // tell sends, next receives; never closed
+	lost  atomic.Int64 // lines that found no room since next has told
 }
 
 func (w *watchers) add() *watcher {
@@ -280,12 +280,7 @@ func (w *watchers) add() *watcher {
 func (w *watchers) remove(one *watcher) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	for i, other := range w.all {
-		if other == one {
-			w.all = append(w.all[:i:i], w.all[i+1:]...)
-			return
-		}
-	}
+	w.all = slices.DeleteFunc(w.all, func(other *watcher) bool { return other == one })
 }
 
 // tell queues a line for each changed item at all watchers. It never waits.
@@ -314,20 +309,14 @@ func (w *watcher) put(line Line) {
 	select {
 	case w.lines <- line:
 	default:
-		w.mu.Lock()
-		w.lost++
-		w.mu.Unlock()
+		w.lost.Add(1)
 	}
 }
 
 // next returns the next line. ok is false when ctx is done.
 func (w *watcher) next(ctx context.Context) (line Line, ok bool) {
-	w.mu.Lock()
-	lost := w.lost
-	w.lost = 0
-	w.mu.Unlock()
-	if lost > 0 {
-		return Line{Time: time.Now(), Lost: lost}, true
+	if lost := w.lost.Swap(0); lost > 0 {
+		return Line{Time: time.Now(), Lost: int(lost)}, true
 	}
 	select {
 	case line = <-w.lines:

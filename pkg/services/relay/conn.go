@@ -201,10 +201,10 @@ func (d *door) addrs() []netip.AddrPort {
 func (d *door) accept(ln net.Listener) error {
 	r := d.relay
 	err := listen.Accept(d.serving, ln, func(c net.Conn) {
-		from := hostOf(c.RemoteAddr())
+		from := listen.AddrOf(c.RemoteAddr())
 		if r.counts.live.Add(1) > maxConns || !r.callers.enter(from) {
 			r.counts.live.Add(-1)
-			r.counts.refuse(tunnel.Overloaded)
+			r.counts.refused.add(tunnel.Overloaded)
 			tunnel.Reset(c)
 			if n, ok := r.warnFull.Allow(); ok {
 				r.log.Warn("connections to Services are reset: there are too many", "max", maxConns,
@@ -269,11 +269,11 @@ func (r *Relay) serveConn(ctx context.Context, c net.Conn) {
 		tunnel.Reset(c) // the kernel did not redirect it: a program dialled the relay's own address
 		return
 	}
-	from := hostOf(c.RemoteAddr())
+	from := listen.AddrOf(c.RemoteAddr())
 	start := time.Now()
 	target, err := r.reach(ctx, address{to, protocolTCP}, from)
 	if err != nil {
-		r.counts.refuse(tunnel.CodeOf(err))
+		r.counts.refused.add(tunnel.CodeOf(err))
 		r.log.Debug("conn refused", "caller", from, "target", to, "dur", time.Since(start), "err", err)
 		if n, ok := r.warnFail.Allow(); ok {
 			r.log.Warn("a Service cannot be reached", "target", to, "err", err, "skipped", n)
@@ -286,14 +286,6 @@ func (r *Relay) serveConn(ctx context.Context, c net.Conn) {
 	r.counts.sent.Add(sent)
 	r.counts.received.Add(received)
 	r.log.Debug("conn ended", "caller", from, "target", to, "bytes", sent+received, "dur", time.Since(start), "err", err)
-}
-
-// hostOf returns the IP address in a TCP address.
-func hostOf(a net.Addr) netip.Addr {
-	if tcp, ok := a.(*net.TCPAddr); ok {
-		return tcp.AddrPort().Addr().Unmap()
-	}
-	return netip.Addr{}
 }
 
 func unmapped(at netip.AddrPort) netip.AddrPort {
@@ -473,8 +465,11 @@ func (r *Relay) reachFar(ctx context.Context, target string) (net.Conn, error) {
 	return c, err
 }
 
-// refusals remembers the last refusal of each target for refusalTime.
+// refusals remembers the last refusal of each target for a while.
 type refusals struct {
+	keep time.Duration // set once
+	max  int           // set once: how many targets are remembered
+
 	mu   sync.Mutex // guards the following
 	last map[string]refusal
 }
@@ -484,7 +479,7 @@ type refusal struct {
 	until time.Time
 }
 
-// get returns the refusal of a target within the last refusalTime, or nil.
+// get returns the refusal of a target that is remembered, or nil.
 func (f *refusals) get(target string) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -498,10 +493,10 @@ func (f *refusals) get(target string) error {
 func (f *refusals) put(target string, err error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if f.last == nil || len(f.last) >= maxRefusals {
+	if f.last == nil || len(f.last) >= f.max {
 		f.last = make(map[string]refusal)
 	}
-	f.last[target] = refusal{err, time.Now().Add(refusalTime)}
+	f.last[target] = refusal{err, time.Now().Add(f.keep)}
 }
 
 // callers counts the connections of each caller, by its address.

@@ -6,7 +6,6 @@ import (
 	"net"
 	"net/netip"
 	"slices"
-	"sync"
 	"time"
 
 	"tunnel.example/tunnel/pkg/services"
@@ -60,7 +59,7 @@ func (o *router) Route(caller netip.AddrPort, had string) (target string, why ud
 	if len(ordered) == 0 {
 		return "", udp.DropUnreachable, false
 	}
-	works := func(a attempt) bool { return !r.failures.recent(a.target()) }
+	works := func(a attempt) bool { return r.failures.get(a.target()) == nil }
 	next := ordered[max(0, slices.IndexFunc(ordered, works))]
 	r.affinity.put(key, next.address(), sticky)
 	return next.target(), 0, true
@@ -101,7 +100,7 @@ func (o *router) Dial(ctx context.Context, target string) (net.Conn, error) {
 	defer cancel()
 	c, err := o.relay.dialDatagrams(ctx, target)
 	if err != nil {
-		o.relay.failures.add(target)
+		o.relay.failures.put(target, err)
 	}
 	return c, err
 }
@@ -185,24 +184,3 @@ const (
 	// maxFailures bounds the endpoints that are avoided.
 	maxFailures = 1 << 10
 )
-
-// failures remembers which targets could not be reached.
-type failures struct {
-	mu   sync.Mutex // guards the following
-	last map[string]time.Time
-}
-
-func (f *failures) add(target string) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if len(f.last) >= maxFailures {
-		clear(f.last)
-	}
-	f.last[target] = time.Now()
-}
-
-func (f *failures) recent(target string) bool {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	return time.Since(f.last[target]) < avoidTime
-}

@@ -15,6 +15,7 @@ import (
 
 	"golang.org/x/net/netutil"
 
+	"tunnel.example/tunnel/pkg/listen"
 	"tunnel.example/tunnel/pkg/services"
 )
 
@@ -135,7 +136,7 @@ func (r *Relay) openHealth(
 func (r *Relay) answerHealth(w http.ResponseWriter, q *http.Request, path services.Path) {
 	namespace, name, _ := services.CutService(path)
 	at, _ := q.Context().Value(http.LocalAddrContextKey).(net.Addr)
-	ready := r.readyHere(path, hostOf(at).Is4())
+	ready := r.readyHere(path, listen.AddrOf(at).Is4())
 	h := w.Header()
 	h.Set("Content-Type", "application/json")
 	h.Set("X-Content-Type-Options", "nosniff")

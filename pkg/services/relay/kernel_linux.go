@@ -16,6 +16,7 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"tunnel.example/tunnel/pkg/listen"
 	"tunnel.example/tunnel/pkg/services"
 )
 
@@ -190,7 +191,7 @@ func (*linux) original(c net.Conn) (at netip.AddrPort, err error) {
 	if err != nil {
 		return at, err
 	}
-	is4 := hostOf(c.LocalAddr()).Is4()
+	is4 := listen.AddrOf(c.LocalAddr()).Is4()
 	control := raw.Control(func(fd uintptr) {
 		const originalDestination = 80
 		if is4 {

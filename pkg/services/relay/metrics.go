@@ -13,9 +13,9 @@ import (
 type counters struct {
 	live           atomic.Int64 // a gauge: connections that are open, or wait for an endpoint
 	opened         atomic.Uint64
-	refused        [16]atomic.Uint64 // by tunnel.Code
-	sent, received atomic.Int64      // bytes sent to endpoints, and received from endpoints
-	ways           [3]atomic.Uint64  // conns to endpoints, by via
+	refused        byCode
+	sent, received atomic.Int64     // bytes sent to endpoints, and received from endpoints
+	ways           [3]atomic.Uint64 // conns to endpoints, by via
 }
 
 // via says which way a conn takes to its endpoint.
@@ -27,11 +27,14 @@ const (
 	viaCloud            // through the cloud
 )
 
-func (c *counters) refuse(code tunnel.Code) {
-	if int(code) >= len(c.refused) {
+// byCode counts refusals by tunnel.Code. An unknown code counts as Internal.
+type byCode [16]atomic.Uint64
+
+func (c *byCode) add(code tunnel.Code) {
+	if int(code) >= len(c) {
 		code = tunnel.Internal
 	}
-	c.refused[code].Add(1)
+	c[code].Add(1)
 }
 
 // Collector returns the relay's metrics.

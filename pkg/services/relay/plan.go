@@ -1,6 +1,7 @@
 package relay
 
 import (
+	"cmp"
 	"net/netip"
 	"slices"
 	"strings"
@@ -354,9 +355,22 @@ func (n planner) pods(s *services.State) (all []netip.Prefix) {
 			all = append(all, p.Masked())
 		}
 	}
-	slices.SortFunc(all, func(a, b netip.Prefix) int { return a.Addr().Compare(b.Addr())*1000 + a.Bits() - b.Bits() })
-	// The kernel takes no networks that overlap.
-	return slices.CompactFunc(all, netip.Prefix.Overlaps)
+	return withoutOverlaps(all)
+}
+
+// withoutOverlaps sorts networks, and leaves out each network that lies in another one: the kernel takes no networks
+// that overlap. It changes all.
+func withoutOverlaps(all []netip.Prefix) []netip.Prefix {
+	slices.SortFunc(all, func(a, b netip.Prefix) int { // a network comes before those that lie in it
+		return cmp.Or(a.Addr().Compare(b.Addr()), cmp.Compare(a.Bits(), b.Bits()))
+	})
+	kept := all[:0]
+	for _, p := range all {
+		if len(kept) == 0 || !kept[len(kept)-1].Overlaps(p) {
+			kept = append(kept, p)
+		}
+	}
+	return kept
 }
 
 func pathsOf(items []*pb.Item) []services.Path {

@@ -115,7 +115,7 @@ type Relay struct {
 	direct     *udp.Edge    // sends datagrams to endpoints that this node reaches by itself
 	ends       []*udp.Edge  // all that send datagrams to endpoints: direct, and the one of Edge
 	udp        udp.Counters // of the datagrams that the kernel redirects
-	failures   failures
+	failures   refusals     // endpoints that could not be reached: new flows avoid them
 	watchers   watchers
 	warnFull   tunnel.Limiter
 	warnFail   tunnel.Limiter
@@ -167,7 +167,8 @@ func newRelay(cfg Config, k kernel) *Relay {
 	release := time.AfterFunc(time.Hour, collect)
 	release.Stop()
 	return &Relay{
-		direct: direct, ends: []*udp.Edge{direct}, failures: failures{last: make(map[string]time.Time)},
+		direct: direct, ends: []*udp.Edge{direct},
+		refusals: refusals{keep: refusalTime, max: maxRefusals}, failures: refusals{keep: avoidTime, max: maxFailures},
 		planner: planner{string(cfg.Node), cfg.Direct, cfg.Full, cfg.Spread},
 		cfg:     cfg, kernel: k, log: cfg.Log.With("module", name), grace: tunnel.GracePeriod, every: interval,
 		dial: (&net.Dialer{Control: directControl}).DialContext, wake: make(chan struct{}, 1),
