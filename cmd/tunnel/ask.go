@@ -111,7 +111,7 @@ func (a *askFlags) client(mode, other string) (*api.Client, error) {
 }
 
 // askEach calls f for the socket of each daemon that the flags name. An error of one daemon does not end the loop.
-func askEach(cmd *cobra.Command, ask *askFlags, f func(s daemonSocket, name string) error) error {
+func askEach(ask *askFlags, f func(s daemonSocket, name string) error) error {
 	sockets, err := ask.sockets()
 	if err != nil {
 		return err

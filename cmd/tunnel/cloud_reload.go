@@ -58,44 +58,61 @@ func newCloudReloader(
 // describe, such as tls and clientca. If one of these other keys changes, which needs a restart, the lists wait for the
 // restart, too: new lists must not open the old ports. So a file without [mode.cloud.https] leaves the ports and
 // allowfrom as they are.
-func (d *cloudDoors) live(changes []conf.Change) func(key string) bool {
-	httpsLists, egressLists := d.https != nil, d.egress != nil
-	for _, c := range changes {
-		key := strings.TrimPrefix(c.Key, cloudRoot)
-		httpsLists = httpsLists && (isHTTPSList(key) || !strings.HasPrefix(key, "https."))
-		egressLists = egressLists && (isEgressList(key) || !strings.HasPrefix(key, "egress."))
-	}
-	return func(key string) bool {
-		key, ok := strings.CutPrefix(key, cloudRoot)
-		if !ok {
-			return false
+func (d *cloudDoors) live(changes []conf.Change) (keys liveKeys) {
+	lists := []struct {
+		on     bool
+		prefix string
+		is     func(key string) bool
+	}{{d.https != nil, cloudRoot + "https.", isHTTPSList}, {d.egress != nil, cloudRoot + "egress.", isEgressList}}
+	for i, l := range lists {
+		var waiting, other string // a list that has changed, and another key of the table
+		for _, c := range changes {
+			switch {
+			case l.is(c.Key):
+				waiting = c.Key
+			case strings.HasPrefix(c.Key, l.prefix):
+				other = c.Key
+			}
 		}
-		for _, table := range []string{"tcp", "tcpallow", "tcpproxyfrom", "tcpsendproxy", "udp", "udpallow"} {
-			if strings.HasPrefix(key, table+".") {
+		if l.on && other != "" && waiting != "" {
+			keys.waits = append(keys.waits, waiting+" waits for a restart, because "+other+" differs, too")
+		}
+		lists[i].on = l.on && other == ""
+	}
+	keys.is = func(key string) bool {
+		for _, l := range lists {
+			if l.on && l.is(key) {
 				return true
 			}
 		}
-		switch key {
+		for _, table := range []string{"tcp", "tcpallow", "tcpproxyfrom", "tcpsendproxy", "udp", "udpallow"} {
+			if strings.HasPrefix(key, cloudRoot+table+".") {
+				return true
+			}
+		}
+		switch strings.TrimPrefix(key, cloudRoot) {
 		case "admin.forwards", "join.servers", "limits.flows", "limits.flowsperaddress":
 			return true
 		}
-		return httpsLists && isHTTPSList(key) || egressLists && isEgressList(key)
+		return false
 	}
+	return keys
 }
 
 const cloudRoot = "mode.cloud."
 
-// isHTTPSList reports whether a key changes together with the lists of the https front door.
+// isHTTPSList reports whether a key is one of those that https.FrontDoor.SetLists changes together.
 func isHTTPSList(key string) bool {
-	switch key {
+	switch strings.TrimPrefix(key, cloudRoot) {
 	case "https.allowfrom", "https.clientnames", "https.callers", "limits.connsperaddress":
 		return true
 	}
 	return false
 }
 
+// isEgressList reports whether a key is one of those of egress that change together.
 func isEgressList(key string) bool {
-	switch key {
+	switch strings.TrimPrefix(key, cloudRoot) {
 	case "egress.strategies", "egress.defaultnodes", "egress.clientnames":
 		return true
 	}

@@ -88,7 +88,7 @@ the configuration names no admin socket.`,
 			if stops {
 				path += "?stop"
 			}
-			return askEach(cmd, &ask, func(s daemonSocket, name string) error {
+			return askEach(&ask, func(s daemonSocket, name string) error {
 				done := new(drained)
 				if err := api.NewClient(s.path).Call(cmd.Context(), http.MethodPost, path, nil, done); err != nil {
 					return failed(err)

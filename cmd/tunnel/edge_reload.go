@@ -17,8 +17,8 @@ func newEdgeReloader(
 	w *edgeWiring, file string, hangups <-chan os.Signal, stop context.CancelFunc,
 ) *reloader {
 	r := newReloader(w.daemon, w.conf.Settings(), hangups, stop)
-	r.live = func([]conf.Change) func(key string) bool {
-		return func(key string) bool { return key == "mode.edge.allow" || key == "mode.edge.limits.flows" }
+	r.live = func([]conf.Change) liveKeys {
+		return liveKeys{is: func(key string) bool { return key == "mode.edge.allow" || key == "mode.edge.limits.flows" }}
 	}
 	r.read = func() (*candidate, error) {
 		e, err := conf.LoadEdge(file, environment())

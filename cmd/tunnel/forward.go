@@ -10,7 +10,6 @@ import (
 	"net/url"
 	"slices"
 	"strings"
-	"text/tabwriter"
 
 	"github.com/spf13/cobra"
 
@@ -340,13 +339,11 @@ Exit codes: 0 ok, 1 no cloud answers, 3 the configuration names no admin socket 
 			if encoded, err := flags.output.encode(cmd.OutOrStdout(), list); encoded {
 				return err
 			}
-			w := tabwriter.NewWriter(cmd.OutOrStdout(), 0, 0, 2, ' ', 0)
-			fmt.Fprintln(w, "LISTEN\tTARGET\tALLOW\tFROM")
-			for _, f := range list.Forwards {
-				fmt.Fprintf(w, "%s\t%s\t%s\t%s\n", f.Listen, f.Target,
-					cmp.Or(strings.Join(f.Allow, ","), "loopback"), f.From)
-			}
-			return w.Flush()
+			const head = "LISTEN\tTARGET\tALLOW\tFROM"
+			return printTable(cmd.OutOrStdout(), head, len(list.Forwards), "no ports", func(i int) []string {
+				f := &list.Forwards[i]
+				return []string{f.Listen, f.Target, cmp.Or(strings.Join(f.Allow, ","), "loopback"), f.From}
+			})
 		},
 	}
 	flags.register(cmd, "table", "json", "yaml")

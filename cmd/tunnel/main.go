@@ -90,7 +90,7 @@ func stopOnSignal(ctx context.Context, stderr io.Writer) (context.Context, func(
 		<-signals
 		cancel()
 		time.Sleep(doubled)
-		for len(signals) > 0 { // a busy machine may tell us late of a signal that came at once
+		for len(signals) > 0 { // a busy machine may deliver signals late, so any number until now counts as the first
 			<-signals
 		}
 		<-signals

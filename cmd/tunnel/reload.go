@@ -28,10 +28,9 @@ import (
 // file with a problem changes nothing.
 type reloader struct {
 	// Set once.
-	mode string // "cloud" or "edge"
-	read func() (*candidate, error)
-	// live returns which keys can change while the process runs, if these are all changes.
-	live  func(changes []conf.Change) func(key string) bool
+	mode  string // "cloud" or "edge"
+	read  func() (*candidate, error)
+	live  func(changes []conf.Change) liveKeys
 	log   *slog.Logger
 	trail tunnel.Trail       // of the audit; nil: off
 	stop  context.CancelFunc // stops the daemon
@@ -47,6 +46,12 @@ type reloader struct {
 
 // errLeft is the error of a request for a process that has been replaced meanwhile.
 var errLeft = conflictf("another process has just taken over: run the command again")
+
+// liveKeys says which keys can change while the process runs.
+type liveKeys struct {
+	is    func(key string) bool
+	waits []string // warnings about keys that could, but wait for a restart
+}
 
 // candidate is a configuration that has been checked, and that may take effect.
 type candidate struct {
@@ -165,26 +170,27 @@ func (r *reloader) applyLocked(
 	changes := r.running.Changes(next.settings)
 	live := r.live(changes)
 	for _, c := range changes {
-		if live(c.Key) {
+		if live.is(c.Key) {
 			done.Applied = append(done.Applied, c)
 		} else {
 			done.Restart = append(done.Restart, c)
 		}
 	}
 	for key, s := range next.settings {
-		if live(key) {
+		if live.is(key) {
 			now[key] = s
 		}
 	}
 	for key, s := range r.running {
-		if !live(key) {
+		if !live.is(key) {
 			now[key] = s
 		}
 	}
+	done.Warnings = append(done.Warnings, live.waits...)
 	if r.mode == "cloud" && r.drained.Load() {
 		done.Warnings = append(done.Warnings, drainedWarning)
 	}
-	prepared, err := next.prepare(ctx, live)
+	prepared, err := next.prepare(ctx, live.is)
 	if err == nil && commit != nil {
 		if err = commit(); err != nil {
 			prepared.Abort()
@@ -305,6 +311,7 @@ A signal SIGHUP does the same; its result is in the log.
 A running cloud takes over tcp and udp ports with the tables beside them. Of https it takes over allowfrom,
 clientnames and callers; of egress strategies, defaultnodes and clientnames. Of its limits it takes over
 connsperaddress, flows and flowsperaddress. A running edge takes over allow, and the limit flows.
+The keys of https and of egress wait for a restart if another key of their table differs as well.
 
 Exit codes: 0 the daemon runs with the file; 1 no answer, or a reload or restart is under way; 3 the file has a
 problem.`,
@@ -313,7 +320,7 @@ problem.`,
 			if err := output.check(); err != nil {
 				return err
 			}
-			return askEach(cmd, &ask, func(s daemonSocket, name string) error {
+			return askEach(&ask, func(s daemonSocket, name string) error {
 				done := new(reloaded)
 				err := api.NewClient(s.path).Call(cmd.Context(), http.MethodPost, "/v1/reload", nil, done)
 				if err != nil {

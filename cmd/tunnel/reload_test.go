@@ -101,7 +101,7 @@ func TestLiveKeys(t *testing.T) {
 		"mode.cloud.tcpip":                    false,
 		`mode.cloud.https.addr."mode.cloud."`: false,
 	} {
-		if got := d.live(nil)(key); got != want {
+		if got := d.live(nil).is(key); got != want {
 			t.Errorf("%s changes while the cloud runs: %t, want %t", key, got, want)
 		}
 	}
@@ -122,9 +122,12 @@ func TestListsWaitForTheirTable(t *testing.T) {
 	} {
 		live := d.live([]conf.Change{{Key: cloudRoot + "https.allowfrom"}, {Key: cloudRoot + changed}})
 		for i, key := range lists {
-			if got := live(cloudRoot + key); got != want[i] {
+			if got := live.is(cloudRoot + key); got != want[i] {
 				t.Errorf("with a change of %q, %s changes while the cloud runs: %t", changed, key, got)
 			}
+		}
+		if waits := strings.Join(live.waits, ""); (waits == "") != want[0] || !want[0] && !strings.Contains(waits, changed) {
+			t.Errorf("with a change of %q, the warnings are %q", changed, live.waits)
 		}
 	}
 }
@@ -166,7 +169,7 @@ func TestReloadOfADrainedCloud(t *testing.T) {
 	var d daemon
 	d.mode, d.log = "cloud", slog.New(slog.DiscardHandler)
 	r := newReloader(&d, nil, nil, nil)
-	r.live = func([]conf.Change) func(string) bool { return func(string) bool { return true } }
+	r.live = func([]conf.Change) liveKeys { return liveKeys{is: func(string) bool { return true }} }
 	warned := func() bool {
 		t.Helper()
 		next := &candidate{prepare: func(context.Context, func(string) bool) (tunnel.PreparedAll, error) { return nil, nil }}
@@ -228,11 +231,18 @@ func TestReloadStores(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	all, err := next.prepare(t.Context(), r.live(nil))
+	all, err := next.prepare(t.Context(), r.live([]conf.Change{{Key: cloudRoot + "egress.clientca"}}).is)
 	if err != nil {
 		t.Fatal(err)
 	}
-	check("old")
+	all.Commit()
+	if (*names.Load())[0] != "old" {
+		t.Errorf("callers are %q although another key of the table needs a restart", *names.Load())
+	}
+	all, err = next.prepare(t.Context(), r.live(nil).is)
+	if err != nil {
+		t.Fatal(err)
+	}
 	all.Commit()
 	check("new")
 }

@@ -408,7 +408,7 @@ configuration has a problem.`,
 			if _, err := ask.sockets(); errors.As(err, new(noSocketError)) {
 				return &exitError{exitRuntime, err} // the packages' scripts then restart the service
 			}
-			return askEach(cmd, &ask, func(s daemonSocket, name string) error {
+			return askEach(&ask, func(s daemonSocket, name string) error {
 				done := new(restarted)
 				if err := api.NewClient(s.path).Call(cmd.Context(), http.MethodPost, "/v1/restart", nil, done); err != nil {
 					return failed(err)

@@ -31,8 +31,9 @@ func NewEdge(policy *auth.Policy, log *slog.Logger) *Edge {
 func (e *Edge) TellNetworks(f func([]netip.Prefix)) { e.pods.tell = f }
 
 // TellNeighbours makes the edge ask the cloud for its neighbours: the other nodes in the networks that networks
-// returns. f gets each answer. networks may be called at any time. f must not block. Call TellNeighbours before Run.
-func (e *Edge) TellNeighbours(networks func() []netip.Prefix, f func([]Neighbour)) {
+// returns. f gets each answer. networks may be called at any time; if its ok is false, what was asked before still
+// counts. f must not block. Call TellNeighbours before Run.
+func (e *Edge) TellNeighbours(networks func() (all []netip.Prefix, ok bool), f func([]Neighbour)) {
 	e.asker.links, e.asker.tell = networks, f
 }
 

@@ -355,8 +355,9 @@ func (l *lans) in(network netip.Prefix) []owner {
 // asker is the part of an edge that asks for its neighbours.
 type asker struct {
 	// Set once, before Run.
-	links func() []netip.Prefix // returns the networks of this machine's network interfaces
-	tell  func([]Neighbour)     // called with each answer; nil: the edge does not ask
+	// links returns the networks of this machine's network interfaces; ok is false if it cannot find out.
+	links func() (networks []netip.Prefix, ok bool)
+	tell  func([]Neighbour) // called with each answer; nil: the edge does not ask
 
 	mu   sync.Mutex // guards the following
 	told map[*tunnel.Session][]netip.Prefix
@@ -371,7 +372,10 @@ func (a *asker) ask(s *tunnel.Session) {
 	if a.tell == nil || s == nil {
 		return
 	}
-	now := a.links()
+	now, ok := a.links()
+	if !ok {
+		return // what was told still counts
+	}
 	now = now[:min(len(now), maxNetworks)]
 	a.mu.Lock()
 	defer a.mu.Unlock()

@@ -197,14 +197,19 @@ func TestNeighboursWithoutKubernetes(t *testing.T) {
 func TestAsk(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		e := NewEdge(new(auth.Policy), slog.New(slog.DiscardHandler))
-		var links atomic.Pointer[[]netip.Prefix]
+		var links atomic.Pointer[[]netip.Prefix] // nil: they cannot be read
 		set := func(all ...string) {
 			now := prefixes(all...)
 			links.Store(&now)
 		}
 		set("192.168.7.0/24")
 		var heard []Neighbour
-		e.TellNeighbours(func() []netip.Prefix { return *links.Load() }, func(all []Neighbour) { heard = all })
+		e.TellNeighbours(func() ([]netip.Prefix, bool) {
+			if now := links.Load(); now != nil {
+				return *now, true
+			}
+			return nil, false
+		}, func(all []Neighbour) { heard = all })
 		ctx, cancel := context.WithCancel(t.Context())
 		done := make(chan error, 1) // capacity 1: the send waits for nobody if the test has failed
 		go func() { done <- e.Run(ctx) }()
@@ -233,6 +238,12 @@ func TestAsk(t *testing.T) {
 		synctest.Wait()
 		if len(l.sent) > 0 {
 			t.Error("the edge asks again without a change")
+		}
+		links.Store(nil)
+		time.Sleep(2 * linksInterval)
+		synctest.Wait()
+		if len(l.sent) > 0 {
+			t.Error("the edge asks for no neighbours because its links cannot be read")
 		}
 		set("192.168.7.0/24", "fd00:77::/64")
 		asked("another address", "192.168.7.0/24", "fd00:77::/64")

@@ -18,7 +18,7 @@ import (
 // A kubelet writes the status of its own Node, and a stolen kubelet can write any address there.
 // These rules prevent a Node from taking addresses of others:
 //
-//   - An edge's Node never gets an address of the control plane or of a Service.
+//   - An edge's Node never gets an address of the control plane, of pods on its Nodes, or of a Service.
 //   - An address that two Nodes claim is accepted for both: pkg/egress then refuses to dial it, and
 //     can name both. A Node claims the addresses in its status and those of its pods' networks.
 //   - Only the first 64 addresses of a Node are accepted, so that no Node causes work for all.
@@ -28,8 +28,8 @@ import (
 // A kubelet can also set spec.podCIDRs of its own Node, once, before kube-controller-manager sets
 // it. So neither a Node's address nor a network of pods overrides the other. pkg/egress refuses to
 // dial an address that one Node has and that is in the network of another Node's pods; the rest of
-// the network counts. A network is rejected if it holds addresses of Services or of the control
-// plane, or is too wide for one Node.
+// the network counts. A network is rejected if it holds addresses of Services, of the control plane
+// or of pods on its Nodes, if it is too wide for one Node, or if pods have no such addresses.
 
 // maxAddresses is how many entries of a Node's status.addresses are read. Machines have a few, but
 // a status has room for tens of thousands.
@@ -94,6 +94,13 @@ const (
 	minPodBits6 = 48 // IPv6
 )
 
+func minPodBits(p netip.Prefix) int {
+	if p.Addr().Is6() {
+		return minPodBits6
+	}
+	return minPodBits4
+}
+
 // contested is a Node's claim of an address, or of a network of pods, that this package does not
 // accept, or that another Node claims as well.
 type contested struct {
@@ -114,8 +121,10 @@ func resolveClaims(nodes map[tunnel.NodeName]node, services []netip.Prefix, api 
 		result:   &claims{reach: make(map[tunnel.NodeName]Reach, len(nodes))},
 	}
 	for _, n := range nodes {
-		if n.controlPlane {
-			r.reservedPods = append(r.reservedPods, n.podCIDRs...)
+		for _, p := range n.podCIDRs {
+			if n.controlPlane && p.Bits() >= minPodBits(p) { // a wider one would take the addresses of all other Nodes
+				r.reservedPods = append(r.reservedPods, p)
+			}
 		}
 	}
 	for name, n := range nodes {
@@ -192,13 +201,9 @@ func (r *resolver) acceptPodCIDRs(name tunnel.NodeName, n node) (accepted []neti
 
 // rejectPodCIDR returns the reason why no Node may have p for its pods; "" if a Node may have it.
 func (r *resolver) rejectPodCIDR(p netip.Prefix) string {
-	minBits := minPodBits4
-	if p.Addr().Is6() {
-		minBits = minPodBits6
-	}
 	switch {
-	case p.Bits() < minBits:
-		return fmt.Sprintf("it is wider than the pods of one Node can need: /%d at most", minBits)
+	case p.Bits() < minPodBits(p):
+		return fmt.Sprintf("it is wider than the pods of one Node can need: /%d at most", minPodBits(p))
 	case slices.ContainsFunc(r.services, p.Overlaps):
 		return "it holds addresses of Services"
 	case holdsAny(p, r.reserved):
@@ -206,7 +211,7 @@ func (r *resolver) rejectPodCIDR(p netip.Prefix) string {
 	case slices.ContainsFunc(r.reservedPods, p.Overlaps):
 		return "it overlaps the network of the pods of a control-plane Node"
 	case !p.Addr().IsGlobalUnicast():
-		return "every machine has such addresses"
+		return "pods have no such addresses"
 	}
 	return ""
 }

@@ -43,6 +43,7 @@ func TestClaims(t *testing.T) {
 	good := newNode("10.88.1.0/24", "InternalIP=10.0.0.1", "Hostname=good")
 	cp := newNode("10.88.9.0/24", "InternalIP=192.168.7.1", "Hostname=cp")
 	cp.controlPlane = true
+	cp.podCIDRs = append(cp.podCIDRs, netip.MustParsePrefix("10.0.0.0/8")) // too wide to count
 	services, api := prefixes("10.96.0.0/12", "fd00:96::/112"), "192.168.7.9"
 	for _, c := range []struct {
 		what string
@@ -121,7 +122,7 @@ func TestClaims(t *testing.T) {
 		{
 			"link-local addresses as its pods", newNode("169.254.0.0/16"),
 			Reach{Hosts: []string{"evil"}},
-			"evil 169.254.0.0/16 every machine has such addresses",
+			"evil 169.254.0.0/16 pods have no such addresses",
 		},
 		{
 			"every machine's", newNode("", "InternalIP=127.0.0.1"),

@@ -119,6 +119,9 @@ func (c *Conn) Read(b []byte) (int, error) { return c.probation.Read(b) }
 // not apply to the connection.
 func (c *Conn) Met() { c.probation.Met() }
 
+// Extend gives a stranger the time d from now.
+func (c *Conn) Extend(d time.Duration) { c.probation.Extend(d) }
+
 // Close implements net.Conn.
 func (c *Conn) Close() error {
 	c.probation.Release()

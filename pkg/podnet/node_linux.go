@@ -44,7 +44,8 @@ type Node struct {
 	log    *slog.Logger
 	wake   chan struct{} // wakeUp sends, Run receives; capacity 1: one wake-up makes Run look at everything
 
-	asked map[string]answer // what stock plugins have answered, by name; owned by Run
+	asked  map[string]answer // what stock plugins have answered, by name; owned by Run
+	direct []netip.Prefix    // to which networks routes have led at the last look; owned by Run
 
 	mu      sync.Mutex // guards the following
 	subnets []netip.Prefix
@@ -196,25 +197,11 @@ func (n *Node) apply(ctx context.Context) error {
 	if _, ok := errors.AsType[readOnlyError](settings); settings != nil && !ok {
 		return settings
 	}
-	routes, wrong, err := n.wantRoutes(conf)
-	if err != nil {
-		return err // the routes stay as they are
-	}
-	direct, failed := n.kernel.routes(routes)
-	if direct == nil {
-		return failed
-	}
+	wrong := cmp.Or(n.route(conf), n.keepNeighbours())
 	// Without its route, the network of a neighbour may be reached by a machine that knows no addresses of pods.
-	if err := n.kernel.masquerade(conf.Bridge, subnets, direct); err != nil {
+	if err := n.kernel.masquerade(conf.Bridge, subnets, n.direct); err != nil {
 		return err
 	}
-	wrong = cmp.Or(wrong, failed, n.keepNeighbours())
-	if n.cfg.Routed != nil {
-		n.cfg.Routed(direct)
-	}
-	n.mu.Lock()
-	n.routed = len(direct)
-	n.mu.Unlock()
 	if !n.has(cni.Program) {
 		return fmt.Errorf("%s has no program %s: install the program; until then there is no network configuration",
 			n.cfg.BinDir, cni.Program)
@@ -224,6 +211,27 @@ func (n *Node) apply(ctx context.Context) error {
 		return err
 	}
 	return cmp.Or(others, lacks, settings, wrong)
+}
+
+// route makes the routes to the pods of neighbours, and tells Config.Routed. If it cannot find out which routes are
+// there, they stay as they are.
+func (n *Node) route(conf *cni.Conf) error {
+	want, wrong, err := n.wantRoutes(conf)
+	if err != nil {
+		return err
+	}
+	made, failed := n.kernel.routes(want)
+	if made == nil {
+		return failed
+	}
+	n.direct = made
+	if n.cfg.Routed != nil {
+		n.cfg.Routed(made)
+	}
+	n.mu.Lock()
+	n.routed = len(made)
+	n.mu.Unlock()
+	return cmp.Or(wrong, failed)
 }
 
 var errNoSubnets = errors.New("this node has no networks for pods: write podcidrs in [mode.edge.cni], " +

@@ -49,12 +49,13 @@ func (linux) foreign(bridge string) (all []netip.Prefix, err error) {
 		own = l.Attrs().Index
 	}
 	for _, family := range []int{netlink.FAMILY_V4, netlink.FAMILY_V6} {
-		routes, err := netlink.RouteList(nil, family)
-		if err != nil && !errors.Is(err, netlink.ErrDumpInterrupted) {
+		// Of all tables: programs for VPNs often have one of their own, which comes before the main table.
+		routes, err := listRoutes(family, &netlink.Route{Table: unix.RT_TABLE_UNSPEC}, netlink.RT_FILTER_TABLE)
+		if err != nil {
 			return nil, err
 		}
 		for _, r := range routes {
-			if r.Dst == nil || r.Protocol == routeProtocol || own != 0 && r.LinkIndex == own {
+			if r.Dst == nil || r.Protocol == routeProtocol || r.Table == unix.RT_TABLE_LOCAL || own != 0 && r.LinkIndex == own {
 				continue
 			}
 			to, ok := netip.AddrFromSlice(r.Dst.IP)
@@ -66,6 +67,20 @@ func (linux) foreign(bridge string) (all []netip.Prefix, err error) {
 	return all, nil
 }
 
+// listRoutes lists routes of the kernel. It tries again if they change meanwhile.
+func listRoutes(family int, filter *netlink.Route, mask uint64) (routes []netlink.Route, err error) {
+	for range 5 {
+		routes, err = netlink.RouteListFiltered(family, filter, mask)
+		if !errors.Is(err, netlink.ErrDumpInterrupted) {
+			break
+		}
+	}
+	if err != nil {
+		return nil, fmt.Errorf("listing routes: %w", err)
+	}
+	return routes, nil
+}
+
 // routes implements kernel. Our routes have routeProtocol.
 func (linux) routes(want []route) (made []netip.Prefix, err error) {
 	var errs []error
@@ -74,19 +89,21 @@ func (linux) routes(want []route) (made []netip.Prefix, err error) {
 	for _, r := range want {
 		missing[r] = true
 	}
+	var has []netlink.Route
 	for _, family := range []int{netlink.FAMILY_V4, netlink.FAMILY_V6} {
-		has, err := netlink.RouteListFiltered(family, &netlink.Route{Protocol: routeProtocol}, netlink.RT_FILTER_PROTOCOL)
+		all, err := listRoutes(family, &netlink.Route{Protocol: routeProtocol}, netlink.RT_FILTER_PROTOCOL)
 		if err != nil {
-			return nil, fmt.Errorf("listing routes: %w", err) // the next attempt reads them again
+			return nil, err // the next attempt lists them again
 		}
-		for _, r := range has {
-			if own, ok := ofKernel(r); ok && missing[own] {
-				delete(missing, own)
-				continue
-			}
-			if err := netlink.RouteDel(&r); err != nil && !errors.Is(err, unix.ESRCH) {
-				errs = append(errs, fmt.Errorf("removing the route to %s: %w", r.Dst, withRights(err)))
-			}
+		has = append(has, all...)
+	}
+	for _, r := range has {
+		if own, ok := ofKernel(r); ok && missing[own] {
+			delete(missing, own)
+			continue
+		}
+		if err := netlink.RouteDel(&r); err != nil && !errors.Is(err, unix.ESRCH) {
+			errs = append(errs, fmt.Errorf("removing the route to %s: %w", r.Dst, withRights(err)))
 		}
 	}
 	for _, r := range want {

@@ -65,19 +65,20 @@ func (n *Node) SetNeighbours(all []Neighbour) {
 	}
 }
 
-// Links returns the networks of this machine's network interfaces, without the network of pods.
-func (n *Node) Links() []netip.Prefix {
+// Links returns the networks of this machine's network interfaces, without the network of pods. If it cannot find out,
+// ok is false.
+func (n *Node) Links() (networks []netip.Prefix, ok bool) {
 	all, err := n.kernel.links(cni.DefaultBridge)
 	if err != nil {
-		n.log.Warn("the links of this machine cannot be read, so no route leads to other nodes' pods", "err", err)
+		n.log.Warn("the links of this machine cannot be read, so routes to other nodes' pods stay as they are", "err", err)
+		return nil, false
 	}
-	var networks []netip.Prefix
 	for _, l := range all {
 		if !l.bridge && !slices.Contains(networks, l.network) {
 			networks = append(networks, l.network)
 		}
 	}
-	return networks
+	return networks, true
 }
 
 // The shortest prefix of a network of pods that comes from the cloud, in bits. The cloud accepts no other networks of

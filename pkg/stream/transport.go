@@ -162,7 +162,8 @@ type joiningConn struct {
 	probation *listen.Probation // limits the connection until it has a session
 	below     bool              // true: Conn is a WebSocket, and probation reads from the connection below Conn
 	// last closes the connection; nil: the connection stays, or has sent its last words. See closeSoon.
-	last atomic.Pointer[time.Timer]
+	last   atomic.Pointer[time.Timer]
+	closed atomic.Bool
 }
 
 // Socket implements listen.Socketed.
@@ -208,6 +209,10 @@ func (c *joiningConn) extend(d time.Duration) { c.probation.Extend(d) }
 
 // Close implements net.Conn.
 func (c *joiningConn) Close() error {
+	c.closed.Store(true)
+	if timer := c.last.Swap(nil); timer != nil {
+		timer.Stop()
+	}
 	c.probation.Release()
 	return c.Conn.Close()
 }
@@ -219,7 +224,9 @@ const lastWords = time.Second
 // closeSoon closes the connection lastWords after its next write, so that a last status can leave: a busy cloud may
 // write it late. If gRPC writes nothing, closeSoon closes the connection after joinTimeout.
 func (c *joiningConn) closeSoon() {
-	c.last.Store(time.AfterFunc(joinTimeout, func() { c.Close() }))
+	if !c.closed.Load() { // else the session has ended because the connection has
+		c.last.Store(time.AfterFunc(joinTimeout, func() { c.Close() }))
+	}
 }
 
 // Write implements net.Conn.

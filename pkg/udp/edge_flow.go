@@ -281,7 +281,7 @@ func (c *edgeConn) insert(f *edgeFlow, wait bool) (Reason, error) {
 	e := c.edge
 	limit := e.limit.Load()
 	full := e.flows.Add(1) > limit
-	if most := limit / e.share; c.caller.flows.Add(1) > most {
+	if most := max(1, limit/e.share); c.caller.flows.Add(1) > most {
 		limit, full = most, true
 	}
 	if full {

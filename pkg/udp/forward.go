@@ -107,6 +107,10 @@ func (p *port) routeLocked(
 		}
 	} else if !p.lookups.allow(sourceOf(caller.Addr()), now) {
 		p.core.Limited(tunnel.LimitFlowsPerAddress)
+		if n, ok := p.warnFlows.Allow(); ok {
+			p.log.Warn("datagrams are dropped: a caller begins too many flows in a second", "max", maxLookups,
+				"caller", caller.Addr().String(), "skipped", n)
+		}
 		return nil, "", DropFlows, false
 	}
 	func() {

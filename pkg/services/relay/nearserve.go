@@ -124,7 +124,9 @@ func (n *Near) accepted(ctx context.Context, raw *listen.Conn) {
 	ctx, leave, refusal := n.callers.enter(ctx, node, n.knows)
 	defer leave()
 	if refusal == nil {
-		raw.Met() // else the peer keeps its place among the strangers, and their deadline
+		raw.Met()
+	} else { // the peer keeps its place among the strangers, for as long as it takes to hear the refusal
+		raw.Extend(2 * n.requestTime)
 	}
 	target, sent, received, err := n.serve(ctx, node, c, refusal)
 	n.log.Debug("conn of another edge ended", "caller", node, "remote", raw.RemoteAddr(), "target", target,
