@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"net/url"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/oauth2"
@@ -123,6 +124,7 @@ type endpoint struct {
 	url   string          // an entry of AgentConfig.Servers
 	conns context.Context // context of the conns; it ends a grace period after the context of run
 	lost  chan struct{}   // signals run that a server has been lost; capacity 1, so that signals merge
+	brief atomic.Bool     // the stream that ended last had lived for no longer than tunnel.BackoffMax
 
 	mu      sync.Mutex      // guards the following
 	servers map[string]bool // joined servers, by id
@@ -163,13 +165,17 @@ func (e *endpoint) run(ctx context.Context) {
 		refused := false
 		switch c := status.Code(err); {
 		case err == nil:
-			failures.Reset()
-			backoff.Reset() // the next server, if there is one, is tried within tunnel.BackoffMin
+			if !e.brief.Load() { // else a server that ends each stream at once would be joined several times a second
+				failures.Reset()
+				backoff.Reset() // the next server, if there is one, is tried within tunnel.BackoffMin
+			}
 			e.agent.count(e.url, 1)
 			log.Info("proxy-server joined", "id", s.server, "servers", s.count)
+			began := time.Now()
 			live.Go(func() {
 				why := e.agent.guard("the stream ends", func() error { return s.serve(ctx) })
 				s.end(why) // needed only after a panic of serve, which otherwise has ended the stream
+				e.brief.Store(time.Since(began) <= tunnel.BackoffMax)
 				e.agent.count(e.url, -1)
 				e.remove(s.server)
 				log.Info("proxy-server left", "id", s.server, "err", why)

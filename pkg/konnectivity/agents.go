@@ -167,7 +167,7 @@ func (a *Agents) newServer(s *agentService) *grpc.Server {
 	conf := a.cfg.TLS.Clone()
 	conf.ClientAuth = tls.RequestClientCert // Agents.authenticate verifies the certificate, if the agent shows no token
 	server := grpc.NewServer(
-		grpc.Creds(agentCreds{credentials.NewTLS(conf), a.balancers}),
+		grpc.Creds(agentCreds{credentials.NewTLS(conf), a.balancers, a.cfg.Counters}),
 		grpc.ForceServerCodecV2(NewCodec()),
 		grpc.MaxRecvMsgSize(maxAgentPacket),
 		grpc.MaxConcurrentStreams(maxStreamsPerConnection),

@@ -20,6 +20,8 @@ import (
 	"time"
 	"unicode/utf8"
 
+	"golang.org/x/net/http2"
+	"golang.org/x/net/http2/hpack"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials"
@@ -999,5 +1001,33 @@ func TestLeavingAgentIsNotAttached(t *testing.T) {
 	time.Sleep(settleTime + settleTime/2)
 	if r.dir.Lookup("n1") != stays {
 		t.Error("new conns go to the agent that drains")
+	}
+}
+
+// A stranger that opens streams which gRPC answers itself is hung up on: gRPC keeps an answer for each.
+func TestStreamsOfStrangers(t *testing.T) {
+	r := newAgentsRig(t, nil)
+	c, err := tls.Dial("tcp", r.addr, &tls.Config{RootCAs: r.pool, NextProtos: []string{"h2"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	c.SetDeadline(time.Now().Add(time.Minute))
+	io.WriteString(c, http2.ClientPreface)
+	f := http2.NewFramer(c, c)
+	f.WriteSettings()
+	var header bytes.Buffer
+	hpack.NewEncoder(&header).WriteField(hpack.HeaderField{Name: "content-type", Value: "none"})
+	for id := uint32(1); id < 1000; id += 2 {
+		frame := http2.HeadersFrameParam{StreamID: id, BlockFragment: header.Bytes(), EndHeaders: true}
+		if f.WriteHeaders(frame) != nil {
+			break
+		}
+	}
+	if _, err := io.Copy(io.Discard, c); errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Error("the connection goes on")
+	}
+	if n := r.cfg.Counters.LimitedBy(tunnel.LimitStreams); n != 1 {
+		t.Errorf("the limit is counted %d times", n)
 	}
 }

@@ -7,11 +7,13 @@ import (
 	"sync/atomic"
 	"time"
 
+	"golang.org/x/time/rate"
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/peer"
 
 	"tunnel.example/tunnel/pkg/balancer"
 	ports "tunnel.example/tunnel/pkg/listen"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // agentTransport is a connection at the agents' port. gRPC passes it to every stream on that
@@ -27,7 +29,12 @@ type agentTransport struct {
 type agentCreds struct {
 	credentials.TransportCredentials
 	balancers *balancer.Balancers // logs an unexpected PROXY header
+	counters  *tunnel.Counters
 }
+
+// The connection of an agent may begin ownStreams streams a second, and send ownFrames HTTP/2 frames without data, with
+// bursts of two seconds. An agent needs one stream, and frames as many as an edge does.
+const ownStreams, ownFrames = 10, 8000
 
 // ServerHandshake implements credentials.TransportCredentials.
 func (c agentCreds) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
@@ -42,12 +49,25 @@ func (c agentCreds) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInf
 		conn.Close()
 		return nil, nil, errors.New("not a TLS connection of this listener")
 	}
-	return conn, &agentTransport{TLSInfo: tlsInfo, conn: accepted}, nil
+	streams, frames := rate.NewLimiter(ownStreams, 2*ownStreams), rate.NewLimiter(ownFrames, 2*ownFrames)
+	metered := ports.NewMetered(conn, 0, func(newStreams, newFrames int) bool {
+		now := time.Now()
+		switch {
+		case !streams.AllowN(now, newStreams):
+			c.counters.Limited(tunnel.LimitStreams)
+		case !frames.AllowN(now, newFrames):
+			c.counters.Limited(tunnel.LimitFrames)
+		default:
+			return false
+		}
+		return true
+	})
+	return metered, &agentTransport{TLSInfo: tlsInfo, conn: accepted}, nil
 }
 
 // Clone implements credentials.TransportCredentials.
 func (c agentCreds) Clone() credentials.TransportCredentials {
-	return agentCreds{c.TransportCredentials.Clone(), c.balancers}
+	return agentCreds{c.TransportCredentials.Clone(), c.balancers, c.counters}
 }
 
 // agentTransportOf returns the connection of a stream, from the stream's context.

@@ -76,6 +76,10 @@ const (
 	ownFrames, openFrames     = 8000, 4 // HTTP/2 frames without data; a gigabyte takes some 4,000 window updates
 )
 
+// A node may join once a second, and ten times at once. Each join writes to the log and the audit, and all replicas and
+// front doors look at the nodes again.
+const ownJoins, burstJoins = 1, 10
+
 // EdgeLimits bound what a cloud may make an edge do. A zero field means the default.
 type EdgeLimits struct {
 	Conns int // conns at once, conns that are being dialled included

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"os"
 	"runtime"
 	"strings"
 	"sync"
@@ -574,6 +575,103 @@ func TestStreamsLimit(t *testing.T) {
 	}
 }
 
+// HEADERS that gRPC answers itself count as streams. A stranger may send few of them: gRPC keeps an answer for each.
+func TestStreamsThatGRPCAnswers(t *testing.T) {
+	var refused bytes.Buffer
+	enc := hpack.NewEncoder(&refused)
+	long := strings.Repeat("\xff", 4052) // with its name, as much as fits into the table of HPACK: further ones are a byte
+	for _, h := range [][2]string{{":method", "POST"}, {":scheme", "https"}, {":path", "/"}, {"content-type", long}} {
+		enc.WriteField(hpack.HeaderField{Name: h[0], Value: h[1]})
+	}
+	open := func(f *http2.Framer, id uint32) error {
+		return f.WriteHeaders(http2.HeadersFrameParam{StreamID: id, BlockFragment: refused.Bytes(), EndHeaders: true})
+	}
+	t.Run("of a stranger", func(t *testing.T) {
+		r := newRig(t)
+		f, c := r.framer()
+		for id := uint32(3); id < 200 && open(f, id) == nil; id += 2 {
+		}
+		if _, err := io.Copy(io.Discard, c); errors.Is(err, os.ErrDeadlineExceeded) {
+			t.Errorf("the connection goes on: %v", err)
+		}
+		r.wantLimited(tunnel.LimitStreams, 1)
+	})
+	t.Run("of an edge", func(t *testing.T) {
+		r := newRig(t, func(c *ServerConfig) { c.Limits.Opens = 1 })
+		f, c := r.framer()
+		m, err := proto.Marshal(&pb.StreamMsg{Category: category, Type: typeHello, Data: encode(&pb.Hello{Version: Version})})
+		if err != nil {
+			t.Fatal(err)
+		}
+		f.WriteData(1, false, append(binary.BigEndian.AppendUint32([]byte{0}, uint32(len(m))), m...))
+		r.eventually("it has joined", func() bool { return r.dir.Holds("edge1") })
+		go io.Copy(io.Discard, c)
+		for id := uint32(3); open(f, id) == nil; id += 2 {
+		}
+		r.wantLimited(tunnel.LimitStreams, 1)
+		r.eventually("the node is gone", func() bool { return !r.dir.Holds("edge1") })
+	})
+}
+
+// A node that joins again and again is refused, and the log has few lines. It can join again soon.
+func TestJoinsLimit(t *testing.T) {
+	onFakeClock(t, func(t *testing.T, r *rig) {
+		join := func() error {
+			s := r.stranger()
+			defer s.cc.Close()
+			c := s.control(bearerOf("edge1"))
+			c.hello(Version)
+			m, err := c.stream.Recv()
+			if err == nil && m.GetType() != typeHello {
+				t.Errorf("the answer is %v", m)
+			}
+			return err
+		}
+		joined := 0
+		for range 100 {
+			err := join()
+			if err == nil {
+				joined++
+			} else if status.Code(err) != codes.Unavailable || !strings.Contains(err.Error(), "limit joins: ") {
+				t.Fatal(err)
+			}
+		}
+		r.wantLimited(tunnel.LimitJoins, uint64(100-joined))
+		if joined < burstJoins || joined > burstJoins+2 {
+			t.Errorf("%d joins, want some %d", joined, burstJoins)
+		}
+		if n := len(r.log.lines("session started")); n != joined {
+			t.Errorf("%d lines about %d joins", n, joined)
+		}
+		time.Sleep(2 * burst)
+		if err := join(); err != nil {
+			t.Errorf("a moment later: %v", err)
+		}
+	})
+}
+
+// An edge that tells of its stop again and again does not fill the log.
+func TestDrainsAreLoggedOnce(t *testing.T) {
+	r := newRig(t)
+	c := r.stranger().join("edge1")
+	for range 100 {
+		c.say(typeDrain, "", &pb.Drain{})
+		c.say(typeDrain, "", &pb.Drain{GraceSeconds: 1})
+	}
+	r.eventually("the cloud knows", func() bool {
+		s := r.cloudEnd("edge1")
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		return s.stopping
+	})
+	c.say(typeHeartbeat, "", &pb.Heartbeat{Sent: 1})
+	c.want("the heartbeat comes behind the drains", typeHeartbeat)
+	drains, stops := r.log.lines("edge takes no new conns"), r.log.lines("edge is about to stop")
+	if len(drains) != 1 || len(stops) != 1 {
+		t.Errorf("%d and %d lines", len(drains), len(stops))
+	}
+}
+
 // A stranger who asks for a method that we do not have gets no second stream.
 func TestUnknownMethodOfAStranger(t *testing.T) {
 	r := newRig(t)
@@ -739,6 +837,7 @@ func TestFramesLimit(t *testing.T) {
 		"window updates": func(f *http2.Framer) error { return f.WriteWindowUpdate(0, 1) },
 		"resets":         func(f *http2.Framer) error { return f.WriteRSTStream(3, http2.ErrCodeCancel) },
 		"empty data":     func(f *http2.Framer) error { return f.WriteData(1, false, nil) },
+		"padded data":    func(f *http2.Framer) error { return f.WriteDataPadded(1, false, nil, []byte{}) },
 		"unknown frames": func(f *http2.Framer) error { return f.WriteRawFrame(0x77, 0, 0, []byte("x")) },
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -793,42 +892,6 @@ func TestFramesLimit(t *testing.T) {
 		})
 	}
 }
-
-// Frames are found wherever reads are cut.
-func TestMeteredConnCounts(t *testing.T) {
-	var wire bytes.Buffer
-	wire.WriteString(http2.ClientPreface)
-	f := http2.NewFramer(&wire, nil)
-	want := 0
-	for i := range 50 {
-		f.WriteData(1, false, bytes.Repeat([]byte{0, 0, 1, 6}, 1+100*i)) // what looks like a ping
-		f.WriteHeaders(http2.HeadersFrameParam{StreamID: 1, BlockFragment: []byte("xyz"), EndHeaders: true})
-		f.WritePing(false, [8]byte{})
-		f.WriteSettings()
-		f.WriteSettings(http2.Setting{ID: 1, Val: 2})
-		f.WriteData(1, true, nil)
-		f.WriteContinuation(1, true, []byte("xyz"))
-		f.WriteGoAway(0, 0, []byte("bye"))
-		want += 6
-	}
-	for _, most := range []int{1, 2, 7, 8, 9, 10, 100, 1000, 1 << 20} {
-		got := 0
-		c := newMeteredConn(readConn{Reader: bytes.NewReader(wire.Bytes())}, func(n int) bool { got += n; return false })
-		io.CopyBuffer(io.Discard, onlyReader{c}, make([]byte, most))
-		if got != want {
-			t.Errorf("%d frames are counted in reads of %d bytes, want %d", got, most, want)
-		}
-	}
-}
-
-type readConn struct {
-	net.Conn
-	io.Reader
-}
-
-func (c readConn) Read(b []byte) (int, error) { return c.Reader.Read(b) }
-
-type onlyReader struct{ io.Reader }
 
 // A stranger whose proof is being looked at has the cloud hold little of what it sends,
 // whatever the windows of a session are.

@@ -6,6 +6,8 @@ import (
 	"sync/atomic"
 	"time"
 
+	"golang.org/x/time/rate"
+
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
@@ -17,10 +19,11 @@ type quota struct {
 	all  *quotas         // set once
 	node tunnel.NodeName // set once
 
-	queue                     tunnel.Queue // limits the opens of the node
-	services                  tunnel.Queue // of these opens, limits those of categoryServices
-	messages, streams, frames *bucket      // limit what the edge sends in a second; see ownMessages
-	unanswered                atomic.Int64 // calls of Reach that the cloud has not answered; see maxUnanswered
+	queue                     tunnel.Queue  // limits the opens of the node
+	services                  tunnel.Queue  // of these opens, limits those of categoryServices
+	messages, streams, frames *bucket       // limit what the edge sends in a second; see ownMessages
+	joins                     *rate.Limiter // limits the joins of the node while it has a session; see ownJoins
+	unanswered                atomic.Int64  // calls of Reach that the cloud has not answered; see maxUnanswered
 
 	sessions int       // live sessions of the node; guarded by quotas.mu
 	left     time.Time // when the last session ended; guarded by quotas.mu
@@ -48,7 +51,7 @@ func (q *quotas) take(n tunnel.NodeName) *quota {
 				Name: "node " + string(n), Conns: q.limits.Conns, Dials: q.limits.Dials,
 				Take: newBucket(q.limits.Opens).wait, Counters: q.counters,
 			},
-			messages: newBucket(ownMessages), streams: newBucket(ownStreams), frames: newBucket(ownFrames),
+			joins: rate.NewLimiter(ownJoins, burstJoins), messages: newBucket(ownMessages), streams: newBucket(ownStreams), frames: newBucket(ownFrames),
 		}
 		own.services = tunnel.Queue{
 			Name: own.queue.Name + ", for Services,", Conns: (q.limits.Conns + 1) / 2, Counters: q.counters,
@@ -63,6 +66,14 @@ func (q *quotas) take(n tunnel.NodeName) *quota {
 	}
 	own.sessions++
 	return own
+}
+
+// mayJoin counts a join of a node. It returns false if the node has joined too often. A node without sessions may join.
+func (q *quotas) mayJoin(n tunnel.NodeName) bool {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	own := q.of[n]
+	return own == nil || own.joins.Allow()
 }
 
 // release undoes take. After the last session, the quota is forgotten once its buckets would be

@@ -277,7 +277,7 @@ func (s *Server) newGRPC(link far, total time.Duration) *grpc.Server {
 		conf.ClientAuth = tls.RequestClientCert // the join checks the certificate
 	}
 	opts := append(serverOptions(conns, s.cfg.Limits, link, total),
-		grpc.Creds(serverCreds{credentials.NewTLS(conf), s.attachData, s.frames, s.balancers}),
+		grpc.Creds(serverCreds{credentials.NewTLS(conf), s.attachData, s.count, s.balancers}),
 		grpc.StreamInterceptor(s.intercept),
 		grpc.UnknownServiceHandler(unknownMethod),
 	)
@@ -490,9 +490,6 @@ func (s *Server) intercept(srv any, stream grpc.ServerStream, _ *grpc.StreamServ
 	if t.refused.Load() {
 		return status.Error(codes.Unavailable, "this connection is being closed")
 	}
-	if err := s.mayOpen(t); err != nil {
-		return err
-	}
 	if t.session.Load() == nil { // with a session, the metadata of the connection's first stream was checked before
 		if err := s.metadataFits(stream.Context()); err != nil {
 			t.refuse()
@@ -515,39 +512,39 @@ func (s *Server) intercept(srv any, stream grpc.ServerStream, _ *grpc.StreamServ
 	return answer
 }
 
-// mayOpen counts a stream that an edge opens on t. A stream above the limit ends the session and
-// closes the connection. Before the session exists, any stream except the join closes the
-// connection anyway.
-func (s *Server) mayOpen(t *transport) error {
-	cs := t.session.Load()
-	if cs == nil || cs.quota.mayOpen() {
-		return nil
-	}
-	err := limitErrorf(tunnel.LimitStreams, "node %s has opened more than %d streams in a second, and %d for each open",
-		cs.pub.Node, ownStreams, openStreams)
-	if t.refuse() {
-		s.cfg.Counters.Limited(tunnel.LimitStreams)
-	}
-	cs.Close(err)
-	return err
-}
+// maxEarlyStreams is how many streams a connection may begin before it has a session. An edge needs one.
+const maxEarlyStreams = 8
 
-// frames counts HTTP/2 frames without data that have arrived on t. Too many end the session and
-// close the connection. Before the session exists, the server reads only a few bytes anyway.
-func (s *Server) frames(t *transport, n int) (tooMany bool) {
+// count counts the streams that begin on t, and the HTTP/2 frames without data that have arrived. Too many end the
+// session and close the connection.
+func (s *Server) count(t *transport, streams, frames int) (tooMany bool) {
 	cs := t.session.Load()
-	if cs == nil {
-		return false
+	if cs == nil { // of frames, it can send few, because it can send few bytes
+		t.early += streams
+		if tooMany = t.early > maxEarlyStreams; tooMany {
+			s.cfg.Counters.Limited(tunnel.LimitStreams)
+		}
+		return tooMany
 	}
-	for range n {
+	flooded := func(limit tunnel.Limit, err error) bool {
+		if t.refuse() {
+			s.cfg.Counters.Limited(limit)
+		}
+		cs.Close(err)
+		return true
+	}
+	for range streams {
+		if !cs.quota.mayOpen() {
+			return flooded(tunnel.LimitStreams, limitErrorf(tunnel.LimitStreams,
+				"node %s has opened more than %d streams in a second, and %d for each open",
+				cs.pub.Node, ownStreams, openStreams))
+		}
+	}
+	for range frames {
 		if !cs.quota.mayFrame() {
-			if t.refuse() {
-				s.cfg.Counters.Limited(tunnel.LimitFrames)
-			}
-			cs.Close(limitErrorf(tunnel.LimitFrames,
+			return flooded(tunnel.LimitFrames, limitErrorf(tunnel.LimitFrames,
 				"node %s has sent more than %d HTTP/2 frames without data in a second, and %d for each open",
 				cs.pub.Node, ownFrames, openFrames))
-			return true
 		}
 	}
 	return false

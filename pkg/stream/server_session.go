@@ -371,15 +371,18 @@ func (s *cloudSession) edgeLeaves(m *tunnel.Message) error {
 	if err := proto.Unmarshal(m.Data, &d); err != nil {
 		return fmt.Errorf("drain: %w", err)
 	}
+	grace := time.Duration(d.GetGraceSeconds()) * time.Second
 	s.mu.Lock()
+	drains, stops := !s.leaving && grace == 0, !s.stopping && grace > 0
 	s.leaving = true
-	s.stopping = s.stopping || d.GetGraceSeconds() > 0
+	s.stopping = s.stopping || grace > 0
 	s.mu.Unlock()
-	if d.GetGraceSeconds() == 0 {
+	switch { // an edge may send any number of drains: each state is logged once
+	case stops:
+		s.log.Info("edge is about to stop", "dur", grace)
+	case drains:
 		s.log.Info("edge takes no new conns, as tunnel drain has asked it")
-		return nil
 	}
-	s.log.Info("edge is about to stop", "dur", time.Duration(d.GetGraceSeconds())*time.Second)
 	return nil
 }
 

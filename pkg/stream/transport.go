@@ -24,6 +24,7 @@ type transport struct {
 	joining atomic.Bool                  // a control stream or first certificate was requested; a second one is refused
 	session atomic.Pointer[cloudSession] // set once, when the edge has joined
 	refused atomic.Bool                  // a stream was refused; no further stream is served
+	early   int                          // how many streams began before the session; owned by Server.count
 }
 
 // refuse makes the server refuse every further stream on the connection. It closes the connection when the status has
@@ -41,7 +42,8 @@ func (t *transport) refuse() (first bool) {
 type serverCreds struct {
 	credentials.TransportCredentials
 	attach func(*tls.Conn, *joiningConn) error // makes a connection a data connection of its session
-	frames func(t *transport, frames int) bool // counts frames without data; true: they are too many
+	// count counts streams and frames without data; true: they are too many.
+	count func(t *transport, streams, frames int) bool
 	// balancers logs connections that begin with a PROXY header and do not come from a balancer.
 	balancers *balancer.Balancers
 }
@@ -67,12 +69,12 @@ func (c serverCreds) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthIn
 		return nil, nil, credentials.ErrConnDispatched
 	}
 	t := &transport{TLSInfo: tlsInfo, conn: joining}
-	return newMeteredConn(conn, func(frames int) bool { return c.frames(t, frames) }), t, nil
+	return listen.NewMetered(conn, lastWords, func(streams, frames int) bool { return c.count(t, streams, frames) }), t, nil
 }
 
 // Clone implements credentials.TransportCredentials.
 func (c serverCreds) Clone() credentials.TransportCredentials {
-	return serverCreds{c.TransportCredentials.Clone(), c.attach, c.frames, c.balancers}
+	return serverCreds{c.TransportCredentials.Clone(), c.attach, c.count, c.balancers}
 }
 
 // transportOf returns the connection that a stream arrived on.

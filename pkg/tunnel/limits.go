@@ -11,10 +11,11 @@ const (
 	LimitJoining             Limit = iota // connections at the gRPC port or the agent port without a session
 	LimitJoiningPerAddress                // the connections that LimitJoining counts, of one source
 	LimitJoinTimeout                      // how long a connection at the gRPC port or the agent port may have no session
+	LimitJoins                            // joins of a node in a second
 	LimitMetadata                         // bytes of metadata of a gRPC stream
 	LimitMessage                          // bytes of a gRPC message
 	LimitMessages                         // control messages that an edge sends in a second
-	LimitStreams                          // gRPC streams that one connection opens in a second
+	LimitStreams                          // gRPC streams that one connection opens
 	LimitFrames                           // HTTP/2 frames without data that an edge sends in a second
 	LimitOutbox                           // control messages that the other side does not read
 	LimitConns                            // conns of a node at once
@@ -43,6 +44,7 @@ var limitNames = [numLimits]string{
 	LimitJoining:             "joining",
 	LimitJoiningPerAddress:   "joiningperaddress",
 	LimitJoinTimeout:         "jointimeout",
+	LimitJoins:               "joins",
 	LimitMetadata:            "metadata",
 	LimitMessage:             "message",
 	LimitMessages:            "messages",

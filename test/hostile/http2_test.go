@@ -50,6 +50,10 @@ func http2Attacks() []attack {
 			answers: append(flooded, "FailedPrecondition"), holds: 2 * mib},
 		{name: "rapid resets of an edge", offend: framed(true, rapidResets), answers: flooded,
 			counter: limited("streams"), holds: 2 * mib},
+		{name: "streams that gRPC refuses itself, of a stranger", offend: framed(false, refusedByGRPC),
+			answers: []string{"closed", "InvalidArgument"}, counter: limited("streams"), holds: 2 * connection},
+		{name: "streams that gRPC refuses itself, of an edge", offend: framed(true, refusedByGRPC), answers: flooded,
+			counter: limited("streams"), holds: 32 * mib}, // the answers to the streams of two seconds
 		{name: "pings", offend: framed(true, pings), answers: tooMuch, holds: 2 * connection},
 		{name: "pings of a stranger", offend: framed(false, pings), answers: tooMuch, holds: 2 * connection},
 		{name: "settings", offend: framed(true, settings), answers: flooded, counter: limited("frames"),
@@ -317,6 +321,21 @@ func (f *framer) control(node string, token auth.Secret) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.WriteData(id, false, append(prefix, m...))
+}
+
+// refusedByGRPC opens streams whose content type is none of gRPC's. gRPC answers each of them with what was sent, four
+// times as long. Behind the first one, a stream costs the sender some ten bytes.
+func refusedByGRPC(f *framer) error {
+	long := strings.Repeat("\xff", 4052) // with its name, as much as fits into the table of HPACK
+	return pace(f.ctx, frames, func() error {
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		f.head.Reset()
+		f.enc.WriteField(hpack.HeaderField{Name: "content-type", Value: long})
+		id := f.next
+		f.next += 2
+		return f.WriteHeaders(http2.HeadersFrameParam{StreamID: id, BlockFragment: f.head.Bytes(), EndHeaders: true})
+	})
 }
 
 // rapidResets opens streams and resets them at once (CVE-2023-44487).
