@@ -458,6 +458,9 @@ strategies = ["desthost", "cidr", "default", "cidr"]
 				`write some of "destHost", "cidr", "defaultRoute", "default"`,
 			`11: mode.cloud.egress.strategies: "cidr" is there twice: ` +
 				`each is asked once, in the order in which they stand`}},
+		{"egress without strategies", server + "[mode.cloud.egress]\nhttpconnect = [\"unix:///run/t/s\"]\nstrategies = []\n",
+			[]string{`8: mode.cloud.egress.strategies: the list is empty, and without an entry all strategies are used: ` +
+				`name some, or remove it`}},
 		{"egress without clientnames", server + `[mode.cloud.egress]
 httpconnect = ["tls://0.0.0.0:8090"]
 cert = "crt"
@@ -567,6 +570,9 @@ proxyca = "nowhere.crt"
 			`8: mode.edge.stream.client.proxyfile: there is proxy as well: remove one of them`,
 			`8: mode.edge.stream.client.proxyfile: file nowhere does not exist: create it, or correct the path`,
 			`9: mode.edge.stream.client.proxyca: file nowhere.crt does not exist: create it, or correct the path`}},
+		{"an empty list", "[mode.edge]\nallow = []\n" + client, []string{
+			`2: mode.edge.allow: the list is empty, and without an entry the edge dials its own machine at every port: ` +
+				`name what it may dial, or remove it`}},
 		{"no server", client + "servers = []\n", []string{
 			`6: mode.edge.stream.client.servers: the list is empty: write the addresses of the cloud, or remove it`}},
 		{"a key without a certificate", client + "[mode.edge.https]\nkey = \"key\"\n", []string{

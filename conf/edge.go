@@ -193,6 +193,10 @@ func (e *Edge) check(r *report) {
 	} else if err = n.MayJoin(); err != nil {
 		r.add(edgeTablePrefix+"node", "%v", err)
 	}
+	if e.Allow != nil && len(e.Allow) == 0 {
+		r.add(edgeTablePrefix+"allow", "the list is empty, and without an entry the edge dials its own machine at "+
+			"every port: name what it may dial, or remove it")
+	}
 	// One entry at a time, so that all bad entries are reported.
 	for _, entry := range e.Allow {
 		if _, err := auth.ParsePolicy([]string{entry}); err != nil {

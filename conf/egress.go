@@ -136,6 +136,9 @@ func (e Egress) checkListeners(r *report) {
 // strategy "default", because only that strategy uses DefaultNodes.
 func (e Egress) checkStrategies(r *report) {
 	const t = egressTable
+	if e.Strategies != nil && len(e.Strategies) == 0 {
+		r.add(t+"strategies", "the list is empty, and without an entry all strategies are used: name some, or remove it")
+	}
 	for i, s := range e.Strategies {
 		if slices.Contains(e.Strategies[:i], s) {
 			r.add(t+"strategies", "%q is there twice: each is asked once, in the order in which they stand", s)

@@ -12,6 +12,8 @@ import (
 	"strings"
 
 	"github.com/BurntSushi/toml"
+
+	"tunnel.example/tunnel/pkg/auth"
 )
 
 // Forward is a TCP port in the file of forwards, [mode.cloud.admin] forwards, which `tunnel forward` writes. The file
@@ -96,9 +98,9 @@ func (c *Cloud) WriteForwards(forwards []Forward) error {
 		err = os.Rename(f.Name(), c.Forwards)
 	}
 	if err != nil {
-		err = errors.Join(err, os.Remove(f.Name()))
+		return errors.Join(err, os.Remove(f.Name()))
 	}
-	return err
+	return auth.SyncFolder(filepath.Dir(c.Forwards)) // a loss of power must not open a removed port again
 }
 
 // formatForwards returns the content of a file of forwards.

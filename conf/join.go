@@ -89,6 +89,16 @@ func (j Join) check(r *report) {
 	case j.Kubernetes && j.CAKey != "":
 		r.add(t+"cakey", `with signer = "kubernetes" the cluster signs: remove it, or remove signer`)
 	}
+	if j.SignerName != "" && !j.Kubernetes {
+		r.add(t+"signername", `only the cluster's signer has a name: write signer = "kubernetes", or remove it`)
+	}
+	unused := func(key string, is, used bool, why string) {
+		if is && !used {
+			r.warn(t+key, "not used: %s", why)
+		}
+	}
+	unused("lifetime", j.Lifetime != 0, j.Signs(), "this cloud signs no certificates")
+	unused("audience", j.Audience != "", len(j.ServiceAccounts) > 0, "there are no serviceaccounts")
 	if j.Lifetime != 0 && (j.Lifetime < minLifetime || j.Lifetime > maxLifetime) {
 		r.add(t+"lifetime", "nodes' certificates are good for 10m at least and ten years at most, not %v", j.Lifetime)
 	}

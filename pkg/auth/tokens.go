@@ -79,7 +79,7 @@ func NewTokens(cfg TokensConfig) (*Tokens, error) {
 		audit:       cfg.Audit,
 		onChange:    func() int { return 0 },
 	}
-	content, _, err := readSecretFile(t.path, maxTokenFile, t.log)
+	content, _, err := readSecretFile(t.path, MaxTokenFile, t.log)
 	if err != nil {
 		return nil, fmt.Errorf("token file: %w; "+
 			"create it with a line node:sha256:HEX for each edge, readable by its owner alone", err)
@@ -105,7 +105,7 @@ func (t *Tokens) adopt(tb *table) (revoked int) {
 // has changed and is good. currentTables does not put the new content in force: somebody may still be
 // writing the file.
 func (t *Tokens) currentTables() []*table {
-	content, _, err := readSecretFile(t.path, maxTokenFile, slog.New(slog.DiscardHandler))
+	content, _, err := readSecretFile(t.path, MaxTokenFile, slog.New(slog.DiscardHandler))
 	inForce := t.table.Load()
 	if err != nil || sha256.Sum256(content) == inForce.digest {
 		return []*table{inForce}

@@ -18,8 +18,8 @@ import (
 )
 
 const (
-	// maxTokenFile is the largest token file, in bytes. It holds the tokens of 100,000 nodes.
-	maxTokenFile = 16 << 20
+	// MaxTokenFile is the largest token file that a cloud reads, in bytes. It holds the tokens of 100,000 nodes.
+	MaxTokenFile = 16 << 20
 	// maxToken is the longest token, in bytes. Twice that (if JSON escapes every byte) still fits into
 	// maxWire, together with a node name and the field names. A projected ServiceAccount token has 1
 	// to 2 KiB.

@@ -19,7 +19,7 @@ func (t *Tokens) Run(ctx context.Context) error {
 // reload reads the file and puts its content in force if it is good. It returns true if the file could
 // not be read, so that reload is called again soon.
 func (t *Tokens) reload() (again bool) {
-	content, info, err := readSecretFile(t.path, maxTokenFile, slog.New(slog.DiscardHandler))
+	content, info, err := readSecretFile(t.path, MaxTokenFile, slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.keepLastGood(err.Error(), err)
 		return true

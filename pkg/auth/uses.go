@@ -166,14 +166,14 @@ func (t *Tokens) editUses(edit func(content []byte) (keep int, more string, err 
 	if err = lockFile(f, usesTimeout); err != nil {
 		return fail(err)
 	}
-	content, err := io.ReadAll(io.LimitReader(f, maxTokenFile+1))
+	content, err := io.ReadAll(io.LimitReader(f, MaxTokenFile+1))
 	switch {
 	case err != nil:
 		return fail(err)
-	case len(content) > maxTokenFile:
+	case len(content) > MaxTokenFile:
 		return fmt.Errorf("counting the uses of a token: %s is longer than %d bytes; "+
 			"make a token for each node, or revoke the tokens for several nodes, remove the file and make others",
-			path, maxTokenFile)
+			path, MaxTokenFile)
 	}
 	keep, more, err := edit(content)
 	if err != nil {

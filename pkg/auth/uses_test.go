@@ -217,7 +217,7 @@ func TestUseGivenBack(t *testing.T) {
 	if err := first(t, i, "edge-2", secret); err != nil {
 		t.Errorf("after uses that were given back: %v", err)
 	}
-	if err := os.Truncate(file+usesSuffix, maxTokenFile+1); err != nil {
+	if err := os.Truncate(file+usesSuffix, MaxTokenFile+1); err != nil {
 		t.Fatal(err)
 	}
 	if err := first(t, i, "edge-3", secret); err == nil || !strings.Contains(err.Error(), "remove the file") {

@@ -156,6 +156,9 @@ func (a *askers) setLinks(_ context.Context, in *tunnel.Incoming) error {
 	if a.links == nil {
 		a.links = make(map[*tunnel.Session][]netip.Prefix)
 	}
+	if before, ok := a.links[in.From]; ok && slices.Equal(before, all) {
+		return nil
+	}
 	a.links[in.From] = all
 	a.changed.Notify()
 	return nil
@@ -211,12 +214,15 @@ func (f *FrontDoor) announceNeighbours(ctx context.Context) error {
 			return nil
 		}
 		select {
-		case <-time.After(settle):
+		case <-time.After(neighboursPause):
 		case <-ctx.Done():
 			return nil
 		}
 	}
 }
+
+// neighboursPause is the least time between two looks at all neighbours: an edge decides how often it asks.
+const neighboursPause = time.Second
 
 // announceNeighboursOnce sends its neighbours to each session for which they differ from those in announced. It returns
 // the neighbours that each asking session now knows.

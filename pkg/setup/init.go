@@ -386,7 +386,11 @@ func createFile(path string, f newFile) error {
 	}
 	// The umask may have removed bits of f.mode, so Chmod sets them. This file may hold the only copy of a secret,
 	// so Sync brings it to the disk.
-	return errors.Join(err, file.Chmod(f.mode), file.Sync(), file.Close())
+	err = errors.Join(err, file.Chmod(f.mode), file.Sync(), file.Close())
+	if err != nil {
+		os.Remove(path) //nolint:errcheck // the caller reports the first error
+	}
+	return err
 }
 
 // giveToFolder makes the owner of a file's folder the owner of the file. Only root can do so: for another user,

@@ -178,6 +178,14 @@ func (f *nodeFiles) checkConfig(config string) error {
 	case cert == state: // the node joined with --systemd before
 		f.certPath = state
 	case cert != f.certPath:
+		info, err := os.Stat(config)
+		if err != nil {
+			return err
+		}
+		if info.Mode().Perm()&0o004 == 0 { // it may have the password of a proxy
+			return fmt.Errorf("the unit's user could not read %s (mode %04o): move secrets in it to files of their own, "+
+				"such as proxyfile, run chmod 644 on it, and then the same command again", config, info.Mode().Perm())
+		}
 		f.moveFrom = cert
 	}
 	f.existing = is

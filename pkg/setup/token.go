@@ -91,7 +91,10 @@ func CreateSharedToken(
 // ReadNodes reads names of nodes, one on each line. It ignores blank lines and lines that begin with #.
 func ReadNodes(in io.Reader) ([]tunnel.NodeName, error) {
 	const most = 16 << 20 // bytes
-	text, err := io.ReadAll(io.LimitReader(in, most))
+	text, err := io.ReadAll(io.LimitReader(in, most+1))
+	if err == nil && len(text) > most {
+		err = fmt.Errorf("the list of nodes is longer than %d bytes: split it", most)
+	}
 	if err != nil {
 		return nil, err
 	}
@@ -295,7 +298,8 @@ func reasonOf(err error) error {
 }
 
 // kubectl returns shell commands that make the change in one key of a Secret. The commands send the Secret's content
-// through pipes, since other users can read command lines.
+// through pipes, since other users can read command lines. They change nothing if the Secret cannot be read, or if
+// somebody else changes it meanwhile (resourceVersion).
 func (c tokenChange) kubectl() string {
 	key, namespace := filepath.Base(c.file.path), cmp.Or(c.file.namespace, "tunnel-system")
 	filter := ""
@@ -312,8 +316,10 @@ func (c tokenChange) kubectl() string {
 With cert-manager, the Secret is tunnel-tokens: make the same change where the chart or the overlay writes it.
 
   NS=%s SECRET=tunnel-cloud
-  { kubectl -n $NS get secret $SECRET -o jsonpath='{.data.%s}' | base64 -d%s; echo; printf '%%s\n' '%s'; } |
-    base64 -w0 | sed 's|.*|{"data":{"%s":"&"}}|' | kubectl -n $NS patch secret $SECRET --patch-file /dev/stdin
+  old=$(kubectl -n $NS get secret $SECRET -o jsonpath='{.metadata.resourceVersion} {.data.%s}') &&
+    { printf '%%s' "${old#* }" | base64 -d%s; echo; printf '%%s\n' '%s'; } | base64 -w0 |
+    sed "s|.*|{\"metadata\":{\"resourceVersion\":\"${old%%%% *}\"},\"data\":{\"%s\":\"&\"}}|" |
+    kubectl -n $NS patch secret $SECRET --patch-file /dev/stdin
 
 A pod sees it about a minute later.`,
 		namespace, strings.ReplaceAll(key, ".", `\.`), filter, strings.Join(c.added, "' '"), key)

@@ -55,6 +55,10 @@ func (f tokenFile) edit(edit func(content string) (string, error)) (tokenChange,
 	if err != nil {
 		return tokenChange{}, fmt.Errorf("%s: %w", f.path, err)
 	}
+	if len(edited) > auth.MaxTokenFile {
+		return tokenChange{}, fmt.Errorf("%s would have %d bytes, and a cloud reads %d at most: remove lines of nodes that "+
+			"are gone, and lines with join whose expires= is over", f.path, len(edited), auth.MaxTokenFile)
+	}
 	c := tokenChange{file: f, added: missing(edited, string(content)), removed: missing(string(content), edited)}
 	if info == nil {
 		c.failed = errMounted
