@@ -76,9 +76,9 @@ const (
 	ownFrames, openFrames     = 8000, 4 // HTTP/2 frames without data; a gigabyte takes some 4,000 window updates
 )
 
-// A node may join once a second, and ten times at once. Each join writes to the log and the audit, and all replicas and
-// front doors look at the nodes again.
-const ownJoins, burstJoins = 1, 10
+// A node may join twice a second, and thirty times at once. Each join writes to the log and the audit, and all replicas
+// and front doors look at the nodes again.
+const ownJoins, burstJoins = 2, 30
 
 // EdgeLimits bound what a cloud may make an edge do. A zero field means the default.
 type EdgeLimits struct {

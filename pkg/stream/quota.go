@@ -51,7 +51,8 @@ func (q *quotas) take(n tunnel.NodeName) *quota {
 				Name: "node " + string(n), Conns: q.limits.Conns, Dials: q.limits.Dials,
 				Take: newBucket(q.limits.Opens).wait, Counters: q.counters,
 			},
-			joins: rate.NewLimiter(ownJoins, burstJoins), messages: newBucket(ownMessages), streams: newBucket(ownStreams), frames: newBucket(ownFrames),
+			joins:    rate.NewLimiter(ownJoins, burstJoins),
+			messages: newBucket(ownMessages), streams: newBucket(ownStreams), frames: newBucket(ownFrames),
 		}
 		own.services = tunnel.Queue{
 			Name: own.queue.Name + ", for Services,", Conns: (q.limits.Conns + 1) / 2, Counters: q.counters,

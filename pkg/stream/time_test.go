@@ -321,7 +321,7 @@ func TestOneRefusalPerConnection(t *testing.T) {
 		if err := s.control("").end(); status.Code(err) != codes.Unauthenticated {
 			t.Fatalf("got %v, want a refusal", err)
 		}
-		for range 100 {
+		for range (maxEarlyStreams - 1) / 2 { // with more, the cloud hangs up at once
 			if err := s.control(bearerOf("edge1")).end(); status.Code(err) != codes.Unavailable {
 				t.Fatalf("a control stream: %v, want unavailable", err)
 			}

@@ -32,6 +32,12 @@
 {{- $wrong := list }}
 {{- $cloud := .Values.cloud }}
 {{- $dns := dig "stream" "dns" (dict) $cloud.config }}
+{{- if and (dig "admin" "nodeselector" "" $cloud.config) (not (or (dig "join" "serviceaccounts" (list) $cloud.config)
+    (eq (dig "join" "signer" "" $cloud.config) "kubernetes") (dig "egress" "kubernetes" false $cloud.config)
+    (get $dns "configmap") (contains "mode.cloud." $cloud.extraToml))) }}
+  {{- $wrong = append $wrong (print
+      "cloud.config.admin.nodeselector selects Nodes, and this cloud reads none: write nodeselector: \"\"") }}
+{{- end }}
 {{- $peers := dig "stream" "peers" (dict) $cloud.config }}
 {{- $hasPeers := or (get $peers "service") (get $peers "addresses") }}
 {{- $server := $cloud.config.stream.server }}
@@ -99,7 +105,8 @@
 {{- $udp := dig "udp" (dict) $cloud.config }}
 {{- $egress := dig "egress" (dict) $cloud.config }}
 {{- $sockets := concat (dig "grpc" (list) $egress) (dig "httpconnect" (list) $egress) }}
-{{- $open := or $tcp $udp $sockets (dig "services" "mirror" "ports" "" $cloud.config) }}
+{{- $open := or $tcp $udp $sockets (dig "services" "namespaces" (list) $cloud.config)
+    (dig "admin" "forwards" "" $cloud.config) (contains "mode.cloud." $cloud.extraToml) }}
 {{- range $port, $target := dig "addr" (dict) $https }}
   {{- if $target }}{{- $open = true }}{{- end }}
 {{- end }}

@@ -41,8 +41,10 @@ spec:
     {{- end }}
   {{- if gt (int $cloud.replicas) 1 }}
   topologySpreadConstraints:
-  {{- include "tunnel.spread" (dict "key" "kubernetes.io/hostname" "unsatisfiable" "DoNotSchedule") | nindent 2 }}
-  {{- include "tunnel.spread" (dict "key" "topology.kubernetes.io/zone" "unsatisfiable" "ScheduleAnyway") | nindent 2 }}
+  {{- include "tunnel.spread" (dict "component" "cloud" "key" "kubernetes.io/hostname"
+      "unsatisfiable" "DoNotSchedule") | nindent 2 }}
+  {{- include "tunnel.spread" (dict "component" "cloud" "key" "topology.kubernetes.io/zone"
+      "unsatisfiable" "ScheduleAnyway") | nindent 2 }}
   {{- end }}
   {{- end }}
   {{- with $cloud.tolerations }}
@@ -144,7 +146,7 @@ spec:
   topologyKey: {{ .key }}
   whenUnsatisfiable: {{ .unsatisfiable }}
   labelSelector:
-    matchLabels: {app.kubernetes.io/name: tunnel, app.kubernetes.io/component: cloud}
+    matchLabels: {app.kubernetes.io/name: tunnel, app.kubernetes.io/component: {{ .component }}}
   matchLabelKeys: [pod-template-hash]
   nodeTaintsPolicy: Honor
 {{- end }}
