@@ -3,7 +3,6 @@ package main
 import (
 	"cmp"
 	"crypto/tls"
-	"crypto/x509"
 	"fmt"
 	"slices"
 
@@ -13,6 +12,7 @@ import (
 	"tunnel.example/tunnel/pkg/egress"
 	"tunnel.example/tunnel/pkg/konnectivity"
 	"tunnel.example/tunnel/pkg/kube"
+	"tunnel.example/tunnel/pkg/listen"
 	"tunnel.example/tunnel/pkg/reload"
 	"tunnel.example/tunnel/pkg/stream"
 	"tunnel.example/tunnel/pkg/tunnel"
@@ -112,12 +112,13 @@ func egressCallers(c conf.Egress, names func() []string, files *reload.Files) (*
 		return nil, err
 	}
 	now := func() *tls.Config { // uses the present content of the files
+		roots := pool.Pool()
 		return &tls.Config{
 			MinVersion: tls.VersionTLS12, GetCertificate: pair.GetCertificate,
-			ClientAuth: tls.RequireAndVerifyClientCert, ClientCAs: pool.Pool(),
+			ClientAuth: tls.RequireAnyClientCert, ClientCAs: roots, VerifyPeerCertificate: listen.VerifyShown(roots),
 			SessionTicketsDisabled: true, // a ticket would outlive a CA that the operator removes
-			VerifyPeerCertificate: func(_ [][]byte, chains [][]*x509.Certificate) error {
-				if name := chains[0][0].Subject.CommonName; !slices.Contains(names(), name) {
+			VerifyConnection: func(s tls.ConnectionState) error {
+				if name := s.PeerCertificates[0].Subject.CommonName; !slices.Contains(names(), name) {
 					return fmt.Errorf("%q is not in clientnames of [mode.cloud.egress]", name)
 				}
 				return nil

@@ -48,8 +48,8 @@ import (
 // Any caller may connect, so there is a limit for everything that a caller can use. A kubelet's probe
 // and a scrape need much less.
 const (
-	maxHeader      = 64 << 10 // bytes
-	maxScrapes     = 4        // at a time; further ones are answered with 503
+	maxHeader      = 8 << 10 // bytes
+	maxScrapes     = 4       // at a time; further ones are answered with 503
 	headerTimeout  = 2 * time.Second
 	readTimeout    = 10 * time.Second // header and body; no request here needs a body
 	scrapeTimeout  = 10 * time.Second // Prometheus' own default

@@ -94,18 +94,36 @@ func parseQuery(packet []byte, via transport) (q *query, rcode int) {
 		binary.BigEndian.Uint16(counts[4:]) > 1 || binary.BigEndian.Uint16(counts[6:]) > 2 {
 		return q, dns.RcodeFormatError
 	}
-	var m dns.Msg
-	if m.Unpack(packet) != nil || len(m.Question) != 1 {
+	name, at, err := dns.UnpackDomainName(packet, headerSize)
+	if err != nil || at+4 > len(packet) {
 		return q, dns.RcodeFormatError
 	}
-	q.question, q.ad = m.Question[0], m.AuthenticatedData
-	for _, rr := range m.Extra {
-		opt, ok := rr.(*dns.OPT)
-		if !ok {
-			continue
+	q.question = dns.Question{
+		Name: name, Qtype: binary.BigEndian.Uint16(packet[at:]), Qclass: binary.BigEndian.Uint16(packet[at+2:]),
+	}
+	q.ad = bits>>5&1 == 1
+	at += 4
+	// Only OPT is parsed: in other records, two bytes can stand for a name of 1,000 characters.
+	authority, additional := int(binary.BigEndian.Uint16(counts[4:])), int(binary.BigEndian.Uint16(counts[6:]))
+	for i := range authority + additional {
+		begin := at
+		owner, body, err := dns.UnpackDomainName(packet, at)
+		if err != nil || body+10 > len(packet) {
+			return q, dns.RcodeFormatError
 		}
-		if q.opt != nil || opt.Hdr.Name != "." {
+		at = body + 10 + int(binary.BigEndian.Uint16(packet[body+8:]))
+		switch {
+		case at > len(packet):
+			return q, dns.RcodeFormatError
+		case i < authority || binary.BigEndian.Uint16(packet[body:]) != dns.TypeOPT:
+			continue
+		case q.opt != nil || owner != ".":
 			return q, dns.RcodeFormatError // RFC 6891 section 6.1.1
+		}
+		rr, _, err := dns.UnpackRR(packet[:at], begin)
+		opt, ok := rr.(*dns.OPT)
+		if err != nil || !ok {
+			return q, dns.RcodeFormatError
 		}
 		q.opt = opt
 	}

@@ -1,6 +1,7 @@
 package dns
 
 import (
+	"bytes"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -699,5 +700,28 @@ func checkReply(t *testing.T, packet, reply []byte, via transport) {
 	}
 	if qerr == nil && q.IsEdns0() == nil && m.IsEdns0() != nil {
 		t.Fatal("EDNS although the query has none")
+	}
+}
+
+// A record of 4 KiB in which two bytes stand for a name of 1,000 characters costs little.
+func TestParseQueryIsCheap(t *testing.T) {
+	name := []byte{}
+	for _, n := range []int{63, 63, 63, 61} {
+		name = append(append(name, byte(n)), bytes.Repeat([]byte{0xff}, n)...)
+	}
+	packet := append([]byte{0, 1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1}, append(name, 0, 0, 1, 0, 1)...)
+	record := append([]byte{0, 0, 0, 0}, bytes.Repeat([]byte{0xc0, 0x0c}, 1800)...)
+	packet = append(packet, 0xc0, 0x0c, 0, 55, 0, 1, 0, 0, 0, 0, byte(len(record)>>8), byte(len(record)))
+	packet = append(packet, record...)
+	if q, code := parseQuery(packet, overUDP); code != dns.RcodeSuccess || q.question.Qtype != dns.TypeA {
+		t.Fatalf("%+v, %d", q, code)
+	}
+	if n := testing.AllocsPerRun(10, func() { parseQuery(packet, overUDP) }); n > 50 {
+		t.Errorf("%.0f allocations", n)
+	}
+	for cut := headerSize; cut < len(packet); cut += 7 {
+		if _, code := parseQuery(packet[:cut], overUDP); code != dns.RcodeFormatError {
+			t.Errorf("cut after %d bytes: %d", cut, code)
+		}
 	}
 }

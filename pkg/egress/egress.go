@@ -232,6 +232,12 @@ func (f *FrontDoor) guard(what string, do func() error) error {
 	return tunnel.Guard(f.log, f.cfg.Counters, what, do)
 }
 
+// verifiesCallers reports whether a TLS server admits only clients whose certificate it has verified.
+func verifiesCallers(c *tls.Config) bool {
+	return c != nil && (c.ClientAuth == tls.RequireAndVerifyClientCert ||
+		c.ClientAuth == tls.RequireAnyClientCert && c.VerifyPeerCertificate != nil)
+}
+
 // openAll opens all listeners, or none.
 func (f *FrontDoor) openAll(ctx context.Context) ([]net.Listener, error) {
 	return ports.OpenAll(f.listeners, func(l listener) (net.Listener, error) {
@@ -256,7 +262,7 @@ func (f *FrontDoor) open(ctx context.Context, l listener) (net.Listener, error) 
 	switch {
 	case !ok:
 		return nil, errors.New("write unix:///PATH or tls://HOST:PORT")
-	case l.tls == nil || l.tls.ClientAuth != tls.RequireAndVerifyClientCert:
+	case !verifiesCallers(l.tls):
 		return nil, errors.New("anybody who reaches this address could reach every node: write cert, key and clientca")
 	}
 	ln, err := f.cfg.Sockets.Listen(ctx, ports.Callers, net.ListenConfig{}, "tcp", addr)

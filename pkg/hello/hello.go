@@ -22,8 +22,9 @@ import (
 const MaxLen = 64 << 10
 
 var (
-	errSeen    = errors.New("the ClientHello was read")
-	errTooLong = fmt.Errorf("no ClientHello in the first %d bytes", MaxLen)
+	errSeen      = errors.New("the ClientHello was read")
+	errProtocols = fmt.Errorf("the ClientHello offers more than %d protocols", maxProtocols)
+	errTooLong   = fmt.Errorf("no ClientHello in the first %d bytes", MaxLen)
 )
 
 // Hello is the part of a ClientHello by which connections are told apart.
@@ -51,8 +52,14 @@ func Peek(r io.Reader) (h Hello, read []byte, err error) {
 		}
 		return Hello{}, peeked.read, err
 	}
+	if len(seen.SupportedProtos) > maxProtocols { // 20 times as large in memory as on the wire
+		return Hello{}, peeked.read, errProtocols
+	}
 	return Hello{ServerName: strings.ToLower(seen.ServerName), Protocols: seen.SupportedProtos}, peeked.read, nil
 }
+
+// maxProtocols is how many protocols (ALPN) a client may offer.
+const maxProtocols = 64
 
 // reader is the conn from which crypto/tls reads a ClientHello. It records the bytes read and discards
 // what crypto/tls writes.
@@ -107,9 +114,9 @@ type Conn struct {
 	*net.TCPConn
 
 	// Set once.
-	hello  Hello
 	remote net.Addr // the caller's address; behind a balancer not the socket's
 
+	hello   Hello       // empty after Again; owned by the reader
 	replay  []byte      // bytes that Read returns first; owned by the reader
 	waiting atomic.Bool // replay is not empty
 }
@@ -134,10 +141,10 @@ func (c *Conn) HasUnread() bool { return c.waiting.Load() }
 // Again returns what Peek has returned, for an owner that replays the bytes itself. From then on Read
 // returns the bytes that follow.
 func (c *Conn) Again() (Hello, []byte) {
-	read := c.replay
-	c.replay = nil
+	h, read := c.hello, c.replay
+	c.hello, c.replay = Hello{}, nil
 	c.waiting.Store(false)
-	return c.hello, read
+	return h, read
 }
 
 // Read implements net.Conn.

@@ -2,6 +2,7 @@ package hello
 
 import (
 	"bytes"
+	"crypto/tls"
 	"io"
 	"net"
 	"slices"
@@ -137,5 +138,24 @@ func BenchmarkPeekClientHello(b *testing.B) {
 	b.ReportAllocs()
 	for b.Loop() {
 		Peek(bytes.NewReader(in))
+	}
+}
+
+// A ClientHello with very many protocols is refused, and its connection does not keep the protocols.
+func TestManyProtocols(t *testing.T) {
+	near, far := net.Pipe()
+	defer near.Close()
+	defer far.Close()
+	protocols := make([]string, 10_000)
+	for i := range protocols {
+		protocols[i] = "x"
+	}
+	go tls.Client(far, &tls.Config{NextProtos: protocols, InsecureSkipVerify: true}).Handshake()
+	if h, _, err := Peek(near); err == nil || len(h.Protocols) > 0 {
+		t.Errorf("%d protocols, %v", len(h.Protocols), err)
+	}
+	c := NewConn(nil, nil, Hello{Protocols: protocols[:1]}, nil)
+	if h, _ := c.Again(); len(h.Protocols) != 1 || len(c.hello.Protocols) != 0 {
+		t.Errorf("again %v, kept %v", h, c.hello)
 	}
 }

@@ -69,6 +69,7 @@ type framing struct {
 	part      part   // what the next byte belongs to
 	remaining int64  // bytes left of a body with a Content-Length
 	head      []byte // bytes read of a head; the last line may be incomplete
+	begun     bool   // head has other bytes than ends of lines
 	both      bool   // a head had both Content-Length and Transfer-Encoding
 	// A head had Transfer-Encoding. In HTTP/1.0 net/http drops that header and uses the
 	// Content-Length.
@@ -94,9 +95,10 @@ func (f *framing) next(p []byte) int {
 	}
 	for i, b := range p {
 		f.head = append(f.head, b)
+		f.begun = f.begun || b != '\r' && b != '\n'
 		switch {
 		case b != '\n':
-		case len(bytes.Trim(f.head, "\r\n")) == 0:
+		case !f.begun:
 			f.head = f.head[:0] // empty lines before a request
 		case bytes.HasSuffix(f.head, []byte("\n\r\n")), bytes.HasSuffix(f.head, []byte("\n\n")):
 			f.endHead()
@@ -125,7 +127,7 @@ func (f *framing) endHead() {
 			hasEncoding = true
 		}
 	}
-	f.head = f.head[:0]
+	f.head, f.begun = f.head[:0], false
 	n, err := strconv.ParseUint(string(length), 10, 63)
 	switch {
 	case hasEncoding:

@@ -31,12 +31,13 @@ const (
 
 // serverTLS returns the TLS configuration for the next caller.
 func (c *Config) serverTLS() *tls.Config {
+	roots := c.ClientCA()
 	return &tls.Config{
 		MinVersion:   tls.VersionTLS12,
 		Certificates: []tls.Certificate{*c.Certificate()},
-		ClientAuth:   tls.RequireAndVerifyClientCert, // also checks the key usage client auth
-		ClientCAs:    c.ClientCA(),
-		NextProtos:   []string{"h2", "http/1.1"},
+		// VerifyShown verifies, also the key usage client auth, after it has looked at the size of the chain.
+		ClientAuth: tls.RequireAnyClientCert, ClientCAs: roots, VerifyPeerCertificate: listen.VerifyShown(roots),
+		NextProtos: []string{"h2", "http/1.1"},
 		// A resumed session would bring a client certificate that was verified earlier, by an
 		// authority that may have been removed since.
 		SessionTicketsDisabled: true,
@@ -103,7 +104,7 @@ func (f *FrontDoor) warnHandshake(c *clientConn, err error) {
 		err = fmt.Errorf("%w; %w, so the caller was shown the certificate of this cloud", err, cause)
 	}
 	f.warn(denyHandshake, "https handshake failed", "frontend", c.LocalAddr().String(),
-		"remote", c.RemoteAddr().String(), "node", string(node), "err", err)
+		"remote", c.RemoteAddr().String(), "node", string(node), "err", shown(err.Error()))
 }
 
 // unreached returns the node that the SNI of c names, and why c was not passed through to the node. cause is nil if

@@ -165,9 +165,11 @@ func (a *Agents) Run(ctx context.Context) error {
 // newServer returns a gRPC server for AgentService. s handles its streams.
 func (a *Agents) newServer(s *agentService) *grpc.Server {
 	conf := a.cfg.TLS.Clone()
-	conf.ClientAuth = tls.RequestClientCert // Agents.authenticate verifies the certificate, if the agent shows no token
+	// Agents.authenticate verifies the certificate, if the agent shows no token.
+	conf.ClientAuth, conf.VerifyPeerCertificate = tls.RequestClientCert, ports.CheckShown
+	conf.GetConfigForClient = ports.CheckHello
 	server := grpc.NewServer(
-		grpc.Creds(agentCreds{credentials.NewTLS(conf), a.balancers, a.cfg.Counters}),
+		grpc.Creds(agentCreds{credentials.NewTLS(conf), a.balancers, a.flooded}),
 		grpc.ForceServerCodecV2(NewCodec()),
 		grpc.MaxRecvMsgSize(maxAgentPacket),
 		grpc.MaxConcurrentStreams(maxStreamsPerConnection),
@@ -343,6 +345,7 @@ func (s *agentService) handle(_ any, stream grpc.ServerStream) error {
 	}
 	defer a.unregister(l)
 	t.conn.Met()
+	t.joined.Store(true)
 	return s.serve(stream, l, grant)
 }
 
@@ -504,6 +507,15 @@ func reachOf(md metadata.MD) (reach string, err error) {
 	return reach, nil
 }
 
+// flooded counts and logs a connection that is closed because of a limit on streams or frames.
+func (a *Agents) flooded(remote string, limit tunnel.Limit) {
+	a.cfg.Counters.Limited(limit)
+	if skipped, ok := a.refusals.Allow(); ok {
+		a.log.Warn("the connection of an agent is closed: a limit is reached, see docs/limits.md",
+			"limit", limit, "remote", remote, "skipped", skipped)
+	}
+}
+
 // refused counts and logs a refusal. The log is limited, since strangers cause refusals at any rate.
 func (a *Agents) refused(remote, node string, err error) {
 	a.cfg.Counters.JoinsRefused.Add(1)
@@ -511,6 +523,8 @@ func (a *Agents) refused(remote, node string, err error) {
 		if len(node) > 253 {
 			node = node[:253]
 		}
-		a.log.Warn("agent refused", "remote", remote, "node", node, "err", err, "skipped", skipped)
+		why := err.Error() // it may quote a certificate of the stranger
+		a.log.Warn("agent refused", "remote", remote, "node", node, "err", tunnel.Printable(why[:min(len(why), 512)]),
+			"skipped", skipped)
 	}
 }

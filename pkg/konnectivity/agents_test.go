@@ -1018,7 +1018,7 @@ func TestStreamsOfStrangers(t *testing.T) {
 	f.WriteSettings()
 	var header bytes.Buffer
 	hpack.NewEncoder(&header).WriteField(hpack.HeaderField{Name: "content-type", Value: "none"})
-	for id := uint32(1); id < 1000; id += 2 {
+	for id := uint32(1); id <= 2*earlyStreams+1; id += 2 { // one too many, at any rate
 		frame := http2.HeadersFrameParam{StreamID: id, BlockFragment: header.Bytes(), EndHeaders: true}
 		if f.WriteHeaders(frame) != nil {
 			break

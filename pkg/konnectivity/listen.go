@@ -22,6 +22,7 @@ type agentTransport struct {
 	credentials.TLSInfo
 	conn      *ports.Conn
 	attempted atomic.Bool // a stream has tried to join; there is one attempt per connection
+	joined    atomic.Bool // an agent has joined
 }
 
 // agentCreds are TLS credentials whose AuthInfo is an *agentTransport. After the handshake the
@@ -29,12 +30,14 @@ type agentTransport struct {
 type agentCreds struct {
 	credentials.TransportCredentials
 	balancers *balancer.Balancers // logs an unexpected PROXY header
-	counters  *tunnel.Counters
+	// flooded is called when a connection has begun too many streams, or sent too many frames without data.
+	flooded func(remote string, limit tunnel.Limit)
 }
 
-// The connection of an agent may begin ownStreams streams a second, and send ownFrames HTTP/2 frames without data, with
-// bursts of two seconds. An agent needs one stream, and frames as many as an edge does.
-const ownStreams, ownFrames = 10, 8000
+// A connection may begin earlyStreams streams before an agent has joined, and ownStreams a second afterwards; an agent
+// needs one. It may send ownFrames HTTP/2 frames without data a second, in bursts of two seconds: unlike an edge, an
+// agent measures the link by two frames for each round trip while it receives data (grpc-go's estimator).
+const earlyStreams, ownStreams, ownFrames = 8, 1, 64_000
 
 // ServerHandshake implements credentials.TransportCredentials.
 func (c agentCreds) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
@@ -49,25 +52,29 @@ func (c agentCreds) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInf
 		conn.Close()
 		return nil, nil, errors.New("not a TLS connection of this listener")
 	}
-	streams, frames := rate.NewLimiter(ownStreams, 2*ownStreams), rate.NewLimiter(ownFrames, 2*ownFrames)
-	metered := ports.NewMetered(conn, 0, func(newStreams, newFrames int) bool {
-		now := time.Now()
+	t := &agentTransport{TLSInfo: tlsInfo, conn: accepted}
+	early := 0
+	streams, frames := rate.NewLimiter(ownStreams, earlyStreams), rate.NewLimiter(ownFrames, 2*ownFrames)
+	return ports.NewMetered(conn, 0, func(newStreams, newFrames int) bool {
+		now, limit := time.Now(), tunnel.LimitStreams
+		if !t.joined.Load() {
+			early += newStreams
+		}
 		switch {
-		case !streams.AllowN(now, newStreams):
-			c.counters.Limited(tunnel.LimitStreams)
+		case early > earlyStreams, t.joined.Load() && !streams.AllowN(now, newStreams):
 		case !frames.AllowN(now, newFrames):
-			c.counters.Limited(tunnel.LimitFrames)
+			limit = tunnel.LimitFrames
 		default:
 			return false
 		}
+		c.flooded(accepted.RemoteAddr().String(), limit)
 		return true
-	})
-	return metered, &agentTransport{TLSInfo: tlsInfo, conn: accepted}, nil
+	}), t, nil
 }
 
 // Clone implements credentials.TransportCredentials.
 func (c agentCreds) Clone() credentials.TransportCredentials {
-	return agentCreds{c.TransportCredentials.Clone(), c.balancers, c.counters}
+	return agentCreds{c.TransportCredentials.Clone(), c.balancers, c.flooded}
 }
 
 // agentTransportOf returns the connection of a stream, from the stream's context.

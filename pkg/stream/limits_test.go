@@ -579,7 +579,7 @@ func TestStreamsLimit(t *testing.T) {
 func TestStreamsThatGRPCAnswers(t *testing.T) {
 	var refused bytes.Buffer
 	enc := hpack.NewEncoder(&refused)
-	long := strings.Repeat("\xff", 4052) // with its name, as much as fits into the table of HPACK: further ones are a byte
+	long := strings.Repeat("\xff", 4052) // with its name, as much as fits into the table of HPACK
 	for _, h := range [][2]string{{":method", "POST"}, {":scheme", "https"}, {":path", "/"}, {"content-type", long}} {
 		enc.WriteField(hpack.HeaderField{Name: h[0], Value: h[1]})
 	}
@@ -632,7 +632,7 @@ func TestJoinsLimit(t *testing.T) {
 			err := join()
 			if err == nil {
 				joined++
-			} else if status.Code(err) != codes.Unavailable || !strings.Contains(err.Error(), "limit joins: ") {
+			} else if status.Code(err) != codes.ResourceExhausted || !strings.Contains(err.Error(), "limit joins: ") {
 				t.Fatal(err)
 			}
 		}

@@ -93,13 +93,13 @@ func (q *quota) release() {
 }
 
 // forget removes the quota of a node that has had no session for the time burst from the list of all quotas. If calls
-// of its last session have not ended yet, forget tries again later.
+// of its last session have not ended yet, or the node has joined often, forget tries again later.
 func (q *quota) forget() {
 	q.all.mu.Lock()
 	defer q.all.mu.Unlock()
 	switch {
 	case q.sessions > 0 || q.all.of[q.node] != q || time.Since(q.left) < burst:
-	case q.unanswered.Load() > 0:
+	case q.unanswered.Load() > 0 || q.joins.Tokens() < burstJoins:
 		time.AfterFunc(burst, q.forget)
 	default:
 		delete(q.all.of, q.node)

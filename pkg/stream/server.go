@@ -274,11 +274,13 @@ func (s *Server) newGRPC(link far, total time.Duration) *grpc.Server {
 	conf := s.cfg.TLS.Clone()
 	conf.NextProtos = []string{DataProtocol} // gRPC adds its own
 	if s.requestsCertificates() {
-		conf.ClientAuth = tls.RequestClientCert // the join checks the certificate
+		conf.ClientAuth, conf.VerifyPeerCertificate = tls.RequestClientCert, listen.CheckShown // the join verifies it
 	}
+	conf.GetConfigForClient = listen.CheckHello
 	opts := append(serverOptions(conns, s.cfg.Limits, link, total),
 		grpc.Creds(serverCreds{credentials.NewTLS(conf), s.attachData, s.count, s.balancers}),
 		grpc.StreamInterceptor(s.intercept),
+		grpc.UnaryInterceptor(served),
 		grpc.UnknownServiceHandler(unknownMethod),
 	)
 	server := grpc.NewServer(opts...)
@@ -487,6 +489,7 @@ func (s *Server) intercept(srv any, stream grpc.ServerStream, _ *grpc.StreamServ
 	if err != nil {
 		return status.Error(codes.Internal, err.Error())
 	}
+	t.unserved.Add(-1)
 	if t.refused.Load() {
 		return status.Error(codes.Unavailable, "this connection is being closed")
 	}
@@ -512,6 +515,19 @@ func (s *Server) intercept(srv any, stream grpc.ServerStream, _ *grpc.StreamServ
 	return answer
 }
 
+// served runs before every call that is not a stream.
+func served(ctx context.Context, r any, _ *grpc.UnaryServerInfo, next grpc.UnaryHandler) (any, error) {
+	if t, err := transportOf(ctx); err == nil {
+		t.unserved.Add(-1)
+	}
+	return next(ctx, r)
+}
+
+// maxUnserved is how many streams of a connection may have begun without a handler. Between the read of a stream and
+// its handler, an honest edge has some. gRPC answers others itself, and keeps the answer, 16 KiB at most, for a peer
+// that does not read.
+const maxUnserved = 2 * ownStreams
+
 // maxEarlyStreams is how many streams a connection may begin before it has a session. An edge needs one.
 const maxEarlyStreams = 8
 
@@ -521,8 +537,12 @@ func (s *Server) count(t *transport, streams, frames int) (tooMany bool) {
 	cs := t.session.Load()
 	if cs == nil { // of frames, it can send few, because it can send few bytes
 		t.early += streams
+		t.unserved.Add(int64(streams))
 		if tooMany = t.early > maxEarlyStreams; tooMany {
 			s.cfg.Counters.Limited(tunnel.LimitStreams)
+			t.refuse()
+			s.refused(context.Background(), t, &refusedJoin{told: limitErrorf(tunnel.LimitStreams,
+				"a connection without a session has begun more than %d streams", maxEarlyStreams)})
 		}
 		return tooMany
 	}
@@ -532,6 +552,10 @@ func (s *Server) count(t *transport, streams, frames int) (tooMany bool) {
 		}
 		cs.Close(err)
 		return true
+	}
+	if unserved := t.unserved.Add(int64(streams)); unserved > maxUnserved {
+		return flooded(tunnel.LimitStreams, limitErrorf(tunnel.LimitStreams,
+			"node %s has begun %d streams that are none of this cloud's", cs.pub.Node, unserved))
 	}
 	for range streams {
 		if !cs.quota.mayOpen() {

@@ -55,8 +55,8 @@ func (s *Server) refused(ctx context.Context, t *transport, r *refusedJoin) {
 	case status.Code(r.told) == codes.Unavailable:
 		level = slog.LevelError // the fault is the cloud's
 	}
-	s.log.Log(ctx, level, what,
-		"remote", t.conn.RemoteAddr().String(), "node", text(r.node), "err", err, "skipped", skipped)
+	s.log.Log(ctx, level, what, // the error may quote a certificate of the stranger
+		"remote", t.conn.RemoteAddr().String(), "node", text(r.node), "err", text(err.Error()), "skipped", skipped)
 }
 
 // auditRefused records a refused join or certificate, up to auditedRefusals a minute. The node in the event is the
@@ -131,6 +131,11 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 	}
 	if err := role.again(hello); err != nil {
 		return nil, &refusedJoin{node: string(node), told: err, again: true}
+	}
+	if node != "" && !s.quotas.mayJoin(node) {
+		s.cfg.Counters.Limited(tunnel.LimitJoins)
+		return nil, &refusedJoin{node: string(node), told: limitErrorf(tunnel.LimitJoins,
+			"this node has joined more than %d times in a few seconds", burstJoins)}
 	}
 	cs := s.newSession(stream, t, node, hello)
 	cs.role = role

@@ -50,14 +50,7 @@ func (s *Server) roleOf(ctx context.Context) role {
 type asNode struct{ server *Server }
 
 func (r asNode) prove(ctx context.Context, t *transport) (*proof, *refusedJoin) {
-	p, refusal := r.server.authenticateNode(ctx, t)
-	if refusal != nil || r.server.quotas.mayJoin(p.grant.Node) {
-		return p, refusal
-	}
-	p.release()
-	r.server.cfg.Counters.Limited(tunnel.LimitJoins)
-	return nil, &refusedJoin{node: string(p.grant.Node), told: status.Errorf(codes.Unavailable,
-		"limit %v: this node has joined more than %d times in a few seconds", tunnel.LimitJoins, burstJoins)}
+	return r.server.authenticateNode(ctx, t)
 }
 
 func (r asNode) again(hello *pb.Hello) error { return r.server.hasSession(hello) }

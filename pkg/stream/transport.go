@@ -25,6 +25,8 @@ type transport struct {
 	session atomic.Pointer[cloudSession] // set once, when the edge has joined
 	refused atomic.Bool                  // a stream was refused; no further stream is served
 	early   int                          // how many streams began before the session; owned by Server.count
+	// unserved is how many streams have begun, less those that have had a handler; see maxUnserved.
+	unserved atomic.Int64
 }
 
 // refuse makes the server refuse every further stream on the connection. It closes the connection when the status has
@@ -69,7 +71,8 @@ func (c serverCreds) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthIn
 		return nil, nil, credentials.ErrConnDispatched
 	}
 	t := &transport{TLSInfo: tlsInfo, conn: joining}
-	return listen.NewMetered(conn, lastWords, func(streams, frames int) bool { return c.count(t, streams, frames) }), t, nil
+	count := func(streams, frames int) bool { return c.count(t, streams, frames) }
+	return listen.NewMetered(conn, lastWords, count), t, nil
 }
 
 // Clone implements credentials.TransportCredentials.

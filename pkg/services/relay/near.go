@@ -375,7 +375,8 @@ func (n *Near) tls() *tls.Config {
 		Certificates: []tls.Certificate{*n.cfg.Certificate()},
 		// The certificates of nodes have no names of hosts, and are for clients: VerifyConnection verifies them.
 		InsecureSkipVerify: true, //nolint:gosec // as said above
-		ClientAuth:         tls.RequireAnyClientCert,
+		ClientAuth:         tls.RequireAnyClientCert, VerifyPeerCertificate: listen.CheckShown,
+		GetConfigForClient: listen.CheckHello,
 		// A resumed session would keep a certificate that has become invalid meanwhile.
 		SessionTicketsDisabled: true, DynamicRecordSizingDisabled: true,
 	}
