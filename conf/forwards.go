@@ -3,6 +3,7 @@ package conf
 import (
 	"cmp"
 	"errors"
+	"fmt"
 	"io/fs"
 	"maps"
 	"os"
@@ -100,7 +101,10 @@ func (c *Cloud) WriteForwards(forwards []Forward) error {
 	if err != nil {
 		return errors.Join(err, os.Remove(f.Name()))
 	}
-	return auth.SyncFolder(filepath.Dir(c.Forwards)) // a loss of power must not open a removed port again
+	if err = auth.SyncFolder(filepath.Dir(c.Forwards)); err != nil { // a loss of power could open a removed port again
+		return fmt.Errorf("%s is written, but perhaps not on the disk: %w", c.Forwards, err)
+	}
+	return nil
 }
 
 // formatForwards returns the content of a file of forwards.

@@ -65,17 +65,19 @@ func (d *cloudDoors) live(changes []conf.Change) (keys liveKeys) {
 		is     func(key string) bool
 	}{{d.https != nil, cloudRoot + "https.", isHTTPSList}, {d.egress != nil, cloudRoot + "egress.", isEgressList}}
 	for i, l := range lists {
-		var waiting, other string // a list that has changed, and another key of the table
+		var waiting []string // lists that have changed
+		var other string     // another key of the table that has changed
 		for _, c := range changes {
 			switch {
 			case l.is(c.Key):
-				waiting = c.Key
+				waiting = append(waiting, c.Key)
 			case strings.HasPrefix(c.Key, l.prefix):
 				other = c.Key
 			}
 		}
-		if l.on && other != "" && waiting != "" {
-			keys.waits = append(keys.waits, waiting+" waits for a restart, because "+other+" differs, too")
+		if l.on && other != "" && waiting != nil {
+			keys.waits = append(keys.waits,
+				"a restart is needed for "+strings.Join(waiting, ", ")+", because "+other+" differs, too")
 		}
 		lists[i].on = l.on && other == ""
 	}

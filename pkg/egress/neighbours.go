@@ -378,18 +378,20 @@ func (a *asker) ask(s *tunnel.Session) {
 	if a.tell == nil || s == nil {
 		return
 	}
-	now, ok := a.links()
-	if !ok {
-		return // what was told still counts
-	}
+	now, known := a.links()
 	now = now[:min(len(now), maxNetworks)]
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if before, ok := a.told[s]; ok && slices.Equal(before, now) {
-		return
-	}
 	if a.told == nil {
 		a.told = make(map[*tunnel.Session][]netip.Prefix)
+	}
+	before, asked := a.told[s]
+	switch {
+	case !known && !asked:
+		a.told[s] = []netip.Prefix{{}} // equal to no networks: run asks as soon as they are known
+		return
+	case !known, asked && slices.Equal(before, now): // what was told still counts
+		return
 	}
 	a.told[s] = now
 	s.Send(&tunnel.Message{Category: name, Type: typeLinks, //nolint:errcheck // it fails only if the session has ended

@@ -231,8 +231,15 @@ func TestAsk(t *testing.T) {
 				t.Errorf("%s: %+v %v, %v", why, m, got, err)
 			}
 		}
+		links.Store(nil)
 		networks()
-		asked("the cloud knows the nodes", "192.168.7.0/24")
+		time.Sleep(2 * linksInterval)
+		synctest.Wait()
+		if len(l.sent) > 0 {
+			t.Error("the edge asks although it does not know its links")
+		}
+		set("192.168.7.0/24")
+		asked("the links can be read", "192.168.7.0/24")
 		networks()
 		time.Sleep(2 * linksInterval)
 		synctest.Wait()

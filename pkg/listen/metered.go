@@ -14,8 +14,8 @@ import (
 //
 //   - HEADERS, which open streams. gRPC answers some of them itself: it runs no handler and no interceptor, quotes what
 //     the peer has sent, and keeps thousands of answers for a peer that does not read.
-//   - Frames without payload data: SETTINGS, PING, PRIORITY, WINDOW_UPDATE, RST_STREAM, empty DATA and others. DATA with
-//     padding counts as well, since no gRPC client sends it.
+//   - Frames without payload data: SETTINGS, PING, PRIORITY, WINDOW_UPDATE, RST_STREAM, empty DATA and others. DATA
+//     with padding or with a few bytes counts as well: gRPC clients send none, but for the tail of a message.
 type Metered struct {
 	net.Conn
 
@@ -32,11 +32,15 @@ type Metered struct {
 // http2Header is the length of a frame header in bytes (RFC 9113 section 4.1).
 const http2Header = 9
 
+// tinyData is the least length of DATA that does not count, in bytes. The head of a gRPC message has five.
+const tinyData = 8
+
 // ErrFlooded is the error of every Read of a Metered after a flood.
 var ErrFlooded = errors.New("too many HTTP/2 streams, or frames without data")
 
-// NewMetered returns c as a Metered. Nothing may have been read from c. flooded is called by Read. After it has returned
-// true, Read drops what it has read, waits for the time pause, in which gRPC can send a last status, and then fails.
+// NewMetered returns c as a Metered. Nothing may have been read from c. flooded is called by Read. After it has
+// returned true, Read drops what it has read, waits for the time pause, in which gRPC can send a last status, and then
+// fails.
 func NewMetered(c net.Conn, pause time.Duration, flooded func(streams, frames int) bool) *Metered {
 	return &Metered{
 		Conn: c, flooded: flooded, pause: pause, skip: len(http2.ClientPreface), header: make([]byte, 0, http2Header),
@@ -72,11 +76,12 @@ func (c *Metered) count(b []byte) (streams, frames int) {
 		if len(c.header) < http2Header {
 			return streams, frames
 		}
-		length, typ, flags := int(binary.BigEndian.Uint32(c.header)>>8), http2.FrameType(c.header[3]), http2.Flags(c.header[4])
+		length := int(binary.BigEndian.Uint32(c.header) >> 8)
+		typ, flags := http2.FrameType(c.header[3]), http2.Flags(c.header[4])
 		switch {
 		case typ == http2.FrameHeaders:
 			streams++
-		case typ != http2.FrameData, length == 0, flags.Has(http2.FlagDataPadded):
+		case typ != http2.FrameData, length < tinyData, flags.Has(http2.FlagDataPadded):
 			frames++
 		}
 		c.skip, c.header = length, c.header[:0]

@@ -17,7 +17,8 @@ func TestMeteredCounts(t *testing.T) {
 	f := http2.NewFramer(&wire, nil)
 	want := 0
 	for i := range 50 {
-		f.WriteData(1, false, bytes.Repeat([]byte{0, 0, 1, 6}, 1+100*i)) // what looks like a ping
+		f.WriteData(1, false, bytes.Repeat([]byte{0, 0, 1, 6}, 2+100*i)) // what looks like a ping
+		f.WriteData(1, false, []byte("tail"))
 		f.WriteHeaders(http2.HeadersFrameParam{StreamID: 1, BlockFragment: []byte("xyz"), EndHeaders: true})
 		f.WritePing(false, [8]byte{})
 		f.WriteSettings()
@@ -26,7 +27,7 @@ func TestMeteredCounts(t *testing.T) {
 		f.WriteDataPadded(1, false, []byte("x"), []byte{0})
 		f.WriteContinuation(1, true, []byte("xyz"))
 		f.WriteGoAway(0, 0, []byte("bye"))
-		want += 7
+		want += 8
 	}
 	for _, most := range []int{1, 2, 7, 8, 9, 10, 100, 1000, 1 << 20} {
 		opened, got := 0, 0

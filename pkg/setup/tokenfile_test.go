@@ -60,7 +60,9 @@ func TestChangeOfASecret(t *testing.T) {
 	if err := os.Symlink("real", path); err != nil {
 		t.Fatal(err)
 	}
-	change, err := tokenFile{path: path}.edit(func(content string) (string, error) { return content + "edge3:revoked\n", nil })
+	change, err := tokenFile{path: path}.edit(func(content string) (string, error) {
+		return content + "edge3:revoked\n", nil
+	})
 	if err != nil {
 		t.Fatal(err)
 	}

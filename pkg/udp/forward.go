@@ -107,7 +107,7 @@ func (p *port) routeLocked(
 		}
 	} else if !p.lookups.allow(sourceOf(caller.Addr()), now) {
 		p.core.Limited(tunnel.LimitFlowsPerAddress)
-		if n, ok := p.warnFlows.Allow(); ok {
+		if n, log := p.warnFlows.Allow(); log {
 			p.log.Warn("datagrams are dropped: a caller begins too many flows in a second", "max", maxLookups,
 				"caller", caller.Addr().String(), "skipped", n)
 		}

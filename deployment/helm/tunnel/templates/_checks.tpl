@@ -34,7 +34,7 @@
 {{- $dns := dig "stream" "dns" (dict) $cloud.config }}
 {{- if and (dig "admin" "nodeselector" "" $cloud.config) (not (or (dig "join" "serviceaccounts" (list) $cloud.config)
     (eq (dig "join" "signer" "" $cloud.config) "kubernetes") (dig "egress" "kubernetes" false $cloud.config)
-    (get $dns "configmap") (contains "mode.cloud." $cloud.extraToml))) }}
+    (get $dns "configmap") (regexMatch "mode[.]cloud[.](join|egress|stream[.]dns)" $cloud.extraToml))) }}
   {{- $wrong = append $wrong (print
       "cloud.config.admin.nodeselector selects Nodes, and this cloud reads none: write nodeselector: \"\"") }}
 {{- end }}
@@ -106,7 +106,8 @@
 {{- $egress := dig "egress" (dict) $cloud.config }}
 {{- $sockets := concat (dig "grpc" (list) $egress) (dig "httpconnect" (list) $egress) }}
 {{- $open := or $tcp $udp $sockets (dig "services" "namespaces" (list) $cloud.config)
-    (dig "admin" "forwards" "" $cloud.config) (contains "mode.cloud." $cloud.extraToml) }}
+    (dig "admin" "forwards" "" $cloud.config)
+    (regexMatch "mode[.]cloud[.](https|tcp|udp|egress|services|admin)" $cloud.extraToml) }}
 {{- range $port, $target := dig "addr" (dict) $https }}
   {{- if $target }}{{- $open = true }}{{- end }}
 {{- end }}

@@ -47,7 +47,14 @@ spec:
       "unsatisfiable" "ScheduleAnyway") | nindent 2 }}
   {{- end }}
   {{- end }}
-  {{- with $cloud.tolerations }}
+  {{- $tolerations := $cloud.tolerations }}
+  {{- if $cloud.controlPlane.enabled }}{{/* Kubernetes gives the pods of a DaemonSet such tolerations without a time. */}}
+    {{- $tolerations = list }}
+    {{- range $cloud.tolerations }}
+      {{- if not (hasKey . "tolerationSeconds") }}{{- $tolerations = append $tolerations . }}{{- end }}
+    {{- end }}
+  {{- end }}
+  {{- with $tolerations }}
   tolerations: {{- toYaml . | nindent 2 }}
   {{- end }}
   containers:
