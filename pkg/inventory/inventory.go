@@ -507,14 +507,16 @@ func (i *Inventory) Run(ctx context.Context) error {
 	if i.Map != nil {
 		pause = sharedPause
 	}
-	due, written := time.After(refresh), time.Now().Add(-pause)
+	next := refresh
 	if i.Map != nil { // New has not read the Map: read it at once
-		due = time.After(0)
+		next = 0
 	}
+	due, written := time.After(next), time.Now().Add(-pause)
 	for {
 		select {
 		case <-changed:
-			changed, due = nil, time.After(time.Until(written.Add(pause)))
+			// After a failure, next is shorter than pause.
+			changed, due = nil, time.After(time.Until(written.Add(min(pause, next))))
 		case <-elsewhere:
 			elsewhere, gathered = nil, time.After(gather)
 		case <-gathered:
@@ -522,7 +524,8 @@ func (i *Inventory) Run(ctx context.Context) error {
 		case <-due:
 			elsewhere, gathered = i.noteOthers(), nil
 			changed = i.write(ctx)
-			due, written = time.After(i.next()), time.Now()
+			next = i.next()
+			due, written = time.After(next), time.Now()
 		case <-ctx.Done():
 			i.write(context.WithoutCancel(ctx))
 			return nil

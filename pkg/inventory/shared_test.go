@@ -326,9 +326,9 @@ func TestSharedFails(t *testing.T) {
 		if note := i.Note(); !strings.Contains(note, "cloud-rbac.yaml") || i.Known() {
 			t.Errorf("the note is %q", note)
 		}
-		i.Attached(session("edge1", "v1"))
+		i.Attached(session("edge1", "v1")) // does not delay the next attempt
 		m.failWith(nil)
-		time.Sleep(2 * sharedPause)
+		time.Sleep(retryPause + time.Second)
 		if got := m.stored(t); !slices.Equal(got, []string{"edge1"}) || i.Note() != "" || !i.Known() {
 			t.Errorf("stored are %q, and the note is %q", got, i.Note())
 		}

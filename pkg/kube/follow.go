@@ -2,12 +2,14 @@ package kube
 
 import (
 	"context"
+	"errors"
 
 	"github.com/go-logr/logr"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+	utilnet "k8s.io/apimachinery/pkg/util/net"
 	"k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/klog/v2"
@@ -58,6 +60,11 @@ func (c *Client) followObjects(
 			// That is no failure: the reflector then asks for a list, and the outcome of that request is reported.
 			if o.SendInitialEvents == nil || !apierrors.IsInvalid(err) {
 				reportUnlessDone(ctx, err)
+			}
+			// For these errors the reflector would wait up to a minute, even after ctx is done. After others, it asks for a
+			// list, and then waits for ctx as well.
+			if o.SendInitialEvents != nil && (utilnet.IsConnectionRefused(err) || apierrors.IsTooManyRequests(err)) {
+				err = errors.New(err.Error())
 			}
 			return w, err
 		},

@@ -3,9 +3,12 @@ package kube
 import (
 	"context"
 	"errors"
+	"fmt"
 	"slices"
+	"syscall"
 	"testing"
 	"testing/synctest"
+	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -53,6 +56,29 @@ func TestFollowEnds(t *testing.T) {
 			func(err error) { reported = append(reported, err) })
 		if lists < 2 || len(reported) == 0 || slices.Contains(reported, nil) {
 			t.Errorf("%d lists, all refused, were reported as %v", lists, reported)
+		}
+	})
+}
+
+// While the API server refuses connections, the reflector waits for the end of ctx, too: a cloud can stop.
+func TestFollowEndsWhileRefused(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		refused := fmt.Errorf("dial: %w", syscall.ECONNREFUSED)
+		done := make(chan struct{})
+		go func() {
+			defer close(done)
+			new(Client).followObjects(ctx, source{
+				list:  func(context.Context, metav1.ListOptions) (runtime.Object, error) { return nil, refused },
+				watch: func(context.Context, metav1.ListOptions) (watch.Interface, error) { return nil, refused },
+			}, metav1.ListOptions{}, &metav1.PartialObjectMetadata{}, cache.NewStore(cache.MetaNamespaceKeyFunc), func(error) {})
+		}()
+		time.Sleep(2 * time.Minute)
+		cancel()
+		began := time.Now()
+		<-done
+		if took := time.Since(began); took > time.Second {
+			t.Errorf("it ends after %v", took)
 		}
 	})
 }

@@ -176,7 +176,8 @@ func (l *Lease) try(ctx context.Context) (ours bool, err error) {
 	}
 	spec.Seconds, spec.Renewed = int(leaseDuration.Seconds()), &now
 	if err := l.write(ctx, spec); err != nil {
-		if apierrors.IsConflict(err) || apierrors.IsNotFound(err) {
+		update := l.seen.Metadata.ResourceVersion != "" // what is not found by a create is the namespace
+		if apierrors.IsConflict(err) || apierrors.IsNotFound(err) && update {
 			l.seen.Metadata.ResourceVersion = "" // no longer valid: if the read below fails, the next attempt reads again
 			return false, l.read(ctx)
 		}

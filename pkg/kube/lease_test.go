@@ -28,7 +28,8 @@ type memory struct {
 	version int                       // the last resource version
 	patches int                       // how many patches were applied
 
-	log testkit.Log // of all clients
+	gone atomic.Bool // there is no such namespace
+	log  testkit.Log // of all clients
 }
 
 // view is one client's connection to memory.
@@ -77,6 +78,9 @@ func (v view) create(ctx context.Context, p string, in, out any) error {
 	var o map[string]any
 	if err := convert(in, &o); err != nil {
 		return err
+	}
+	if v.gone.Load() {
+		return apierrors.NewNotFound(schema.GroupResource{Resource: "namespaces"}, "ns")
 	}
 	p = path.Join(p, o["metadata"].(map[string]any)["name"].(string))
 	if _, ok := v.objects[p]; ok {
@@ -260,6 +264,23 @@ func TestLeaseExpires(t *testing.T) {
 		after(time.Minute)
 		if a.Held() || !b.Held() || a.Err() != nil {
 			t.Errorf("a is back: it holds: %v (%v)", a.Held(), a.Err())
+		}
+	})
+}
+
+// Without the namespace, nobody leads, and the error says so.
+func TestLeaseWithoutNamespace(t *testing.T) {
+	election(t, func(t *testing.T, m *memory, stand func(string) *candidate) {
+		m.gone.Store(true)
+		a := stand("a")
+		after(time.Minute)
+		if a.Held() || a.Err() == nil {
+			t.Errorf("a holds: %v, %v", a.Held(), a.Err())
+		}
+		m.gone.Store(false)
+		after(time.Minute)
+		if !a.Held() || a.Err() != nil {
+			t.Errorf("the namespace is there: a holds: %v, %v", a.Held(), a.Err())
 		}
 	})
 }

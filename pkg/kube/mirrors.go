@@ -280,7 +280,8 @@ func (m *Mirrors) service(o any) (Service, bool) {
 	}
 	for _, p := range s.Spec.Ports {
 		now.Ports = append(now.Ports, ServicePort{
-			Name: p.Name, Protocol: cmp.Or(p.Protocol, defaultProtocol), Port: p.Port, Target: uint16(p.TargetPort.IntValue()),
+			Name: p.Name, Protocol: cmp.Or(p.Protocol, defaultProtocol), Port: uint16(p.Port),
+			Target: uint16(p.TargetPort.IntValue()),
 		})
 	}
 	return now, true
@@ -297,7 +298,7 @@ func sliceFrom(o any) (Slice, bool) {
 	for _, p := range s.Ports {
 		if p.Name != nil {
 			now.Ports = append(now.Ports, ServicePort{
-				Name: *p.Name, Protocol: cmp.Or(p.Protocol, defaultProtocol), Port: p.Port,
+				Name: *p.Name, Protocol: cmp.Or(p.Protocol, defaultProtocol), Port: uint16(p.Port),
 			})
 		}
 	}

@@ -2,7 +2,9 @@ package kube
 
 import (
 	"cmp"
+	"encoding/json"
 	"fmt"
+	"math"
 	"net/netip"
 	"slices"
 	"strings"
@@ -35,7 +37,7 @@ type serviceObject struct {
 		InternalTrafficPolicy string        `json:"internalTrafficPolicy"`
 		ExternalTrafficPolicy string        `json:"externalTrafficPolicy"`
 		TrafficDistribution   string        `json:"trafficDistribution"`
-		HealthCheckNodePort   uint16        `json:"healthCheckNodePort"`
+		HealthCheckNodePort   portNumber    `json:"healthCheckNodePort"`
 		SourceRanges          []string      `json:"loadBalancerSourceRanges"`
 		SessionAffinity       string        `json:"sessionAffinity"`
 		SessionAffinityConfig struct {
@@ -57,10 +59,10 @@ type serviceObject struct {
 
 // servicePort is a port of a Service.
 type servicePort struct {
-	Name     string `json:"name"`
-	Protocol string `json:"protocol"`
-	Port     uint16 `json:"port"`
-	NodePort uint16 `json:"nodePort"`
+	Name     string     `json:"name"`
+	Protocol string     `json:"protocol"`
+	Port     portNumber `json:"port"`
+	NodePort portNumber `json:"nodePort"`
 
 	TargetPort intstr.IntOrString `json:"targetPort"`
 }
@@ -107,9 +109,27 @@ type hint struct {
 
 // slicePort is a port of an EndpointSlice.
 type slicePort struct {
-	Name     *string `json:"name"`
-	Protocol string  `json:"protocol"`
-	Port     uint16  `json:"port"`
+	Name     *string    `json:"name"`
+	Protocol string     `json:"protocol"`
+	Port     portNumber `json:"port"`
+}
+
+// portNumber is a port in an object. The API server does not check every port: it stores an EndpointSlice with any port,
+// and a Service of type ExternalName with any node port. What is no port becomes 0, so that such an object of one user
+// does not make a whole list unreadable.
+type portNumber uint16
+
+// UnmarshalJSON implements json.Unmarshaler.
+func (p *portNumber) UnmarshalJSON(b []byte) error {
+	var n int64
+	if err := json.Unmarshal(b, &n); err != nil {
+		return err
+	}
+	*p = 0
+	if n > 0 && n <= math.MaxUint16 {
+		*p = portNumber(n)
+	}
+	return nil
 }
 
 // sliceList is a list of EndpointSlices.

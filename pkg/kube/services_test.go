@@ -290,7 +290,8 @@ const servicesJSON = `{"kind": "ServiceList", "apiVersion": "v1", "metadata": {"
 		{"ip": "203.0.113.3", "ipMode": "VIP"}, {"hostname": "lb.example.com"}]}}},
 {"metadata": {"name": "plain", "namespace": "shop"}, "spec": {"type": "ClusterIP", "clusterIP": "10.96.0.2",
 	"externalTrafficPolicy": "Local", "sessionAffinity": "None", "ports": [{"protocol": "SCTP", "port": 1}]}},
-{"metadata": {"name": "alias", "namespace": "shop"}, "spec": {"type": "ExternalName", "externalName": "example.com"}},
+{"metadata": {"name": "alias", "namespace": "shop"}, "spec": {"type": "ExternalName", "externalName": "example.com",
+	"ports": [{"port": 80, "nodePort": 70000}], "healthCheckNodePort": -1}},
 {"metadata": {"name": "headless", "namespace": "shop", "labels": {"k8s-app": "kube-dns"}},
 	"spec": {"type": "ClusterIP", "clusterIP": "None", "clusterIPs": ["None"]}},
 {"metadata": {"name": "other", "namespace": "shop", "labels": {"service.kubernetes.io/service-proxy-name": ""}},
@@ -310,7 +311,7 @@ const slicesJSON = `{"kind": "EndpointSliceList", "apiVersion": "discovery.k8s.i
 "items": [
 {"metadata": {"name": "web-a", "namespace": "shop", "labels": {"kubernetes.io/service-name": "web"}},
 	"addressType": "IPv4", "ports": [{"name": "http", "port": 8080}, {"name": "", "port": 53, "protocol": "UDP"},
-		{"port": 1}, {"name": "all"}],
+		{"port": 1}, {"name": "all"}, {"name": "large", "port": 70000}, {"name": "small", "port": -1}],
 	"endpoints": [
 		{"addresses": ["10.88.1.5", "10.88.1.6"], "nodeName": "edge1", "zone": "a", "hostname": "web-0",
 			"hints": {"forZones": [{"name": "a"}, {"name": "b"}], "forNodes": [{"name": "edge1"}]}},
@@ -483,7 +484,7 @@ func TestServicesTooLarge(t *testing.T) {
 	large := aSlice("shop", "web", "web-a", "10.0.0.1")
 	for i := range 2000 {
 		name := fmt.Sprintf("port-%d", i)
-		large.Ports = append(large.Ports, slicePort{Name: &name, Port: uint16(i + 1)})
+		large.Ports = append(large.Ports, slicePort{Name: &name, Port: portNumber(i + 1)})
 	}
 	if err := s.serviceStore().Add(aService("shop", "web")); err != nil {
 		t.Fatal(err)
@@ -514,7 +515,7 @@ func TestServicesBounds(t *testing.T) {
 		one := aSlice("shop", service, name)
 		for i := range maxPorts {
 			port := fmt.Sprintf("a-port-with-a-long-name-%d", i)
-			one.Ports = append(one.Ports, slicePort{Name: &port, Port: uint16(i + 1)})
+			one.Ports = append(one.Ports, slicePort{Name: &port, Port: portNumber(i + 1)})
 		}
 		for i := range 250 {
 			one.Endpoints = append(one.Endpoints, sliceEndpoint{Addresses: []string{fmt.Sprintf("10.0.%d.%d", from, i)}})
