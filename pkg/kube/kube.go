@@ -62,6 +62,11 @@ const (
 	joinsPerSecond = 200
 	joinBurst      = 400
 
+	// The rate limit of writes of twins. When a replica stops, all EndpointSlices of twins must lose it within seconds, and
+	// a Lease must not wait for them.
+	twinsPerSecond = 100
+	twinBurst      = 200
+
 	// The rate limit of reads of pods.
 	podsPerSecond = 100
 	podBurst      = 200
@@ -70,7 +75,8 @@ const (
 // Client is a client of one Kubernetes API server. Any goroutine may use it. Its fields are
 // set once. Kinds of requests that need their own rate limit have a client of their own.
 type Client struct {
-	objects objects            // for ConfigMaps, Leases, Services, EndpointSlices and ServiceCIDRs
+	objects objects            // for ConfigMaps, Leases and ServiceCIDRs
+	twins   objects            // for Services and EndpointSlices
 	joins   objects            // for token reviews and certificates
 	pods    objects            // for Pods
 	whole   *rest.RESTClient   // for whole objects: Reaches, Services and Mirrors watch them
@@ -109,13 +115,18 @@ func New(kubeconfig, userAgent string) (*Client, error) {
 	if err != nil {
 		return nil, fmt.Errorf("kubernetes client: %w", err)
 	}
+	config.QPS, config.Burst = twinsPerSecond, twinBurst
+	twins, err := restClient(config, scheme)
+	if err != nil {
+		return nil, fmt.Errorf("kubernetes client: %w", err)
+	}
 	config.QPS, config.Burst = podsPerSecond, podBurst
 	pods, err := restClient(config, scheme)
 	if err != nil {
 		return nil, fmt.Errorf("kubernetes client: %w", err)
 	}
 	return &Client{
-		objects: restObjects{client}, joins: restObjects{joins}, pods: restObjects{pods},
+		objects: restObjects{client}, twins: restObjects{twins}, joins: restObjects{joins}, pods: restObjects{pods},
 		whole: whole, watches: watches, host: config.Host,
 	}, nil
 }

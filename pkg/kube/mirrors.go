@@ -390,12 +390,12 @@ func (m *Mirrors) CreateSlice(ctx context.Context, s Slice, owner Service) error
 // create creates an object. If an object with this name and the label exists, that is no error: the watch is about to
 // report the object.
 func (m *Mirrors) create(ctx context.Context, collection string, o ownedObject) error {
-	err := m.client.objects.create(ctx, collection, o, new(object))
+	err := m.client.twins.create(ctx, collection, o, new(object))
 	if !apierrors.IsAlreadyExists(err) {
 		return err
 	}
 	var there ownedObject
-	if err = m.client.objects.get(ctx, path.Join(collection, o.Metadata.Name), &there); err != nil {
+	if err = m.client.twins.get(ctx, path.Join(collection, o.Metadata.Name), &there); err != nil {
 		return err
 	}
 	if there.Metadata.Labels[m.cfg.Label] != m.cfg.Value {
@@ -407,29 +407,29 @@ func (m *Mirrors) create(ctx context.Context, collection string, o ownedObject) 
 // PatchService changes the ports of a Service, if the Service has not changed since it was read.
 func (m *Mirrors) PatchService(ctx context.Context, s Service) error {
 	o := ownedObject{Metadata: at(s.Object), Spec: &ownedSpec{Ports: s.Ports}}
-	return m.client.objects.patch(ctx, path.Join(servicesIn(s.Namespace), s.Name), o, new(object))
+	return m.client.twins.patch(ctx, path.Join(servicesIn(s.Namespace), s.Name), o, new(object))
 }
 
 // PatchSlice changes the ports and endpoints of an EndpointSlice, if the slice has not changed since it was read.
 func (m *Mirrors) PatchSlice(ctx context.Context, s Slice) error {
-	return m.client.objects.patch(ctx, path.Join(endpointSlices(s.Namespace), s.Name), ownedSlice(s, at(s.Object)),
+	return m.client.twins.patch(ctx, path.Join(endpointSlices(s.Namespace), s.Name), ownedSlice(s, at(s.Object)),
 		new(object))
 }
 
 // DeleteService deletes a Service, if the Service has not changed since it was read.
 func (m *Mirrors) DeleteService(ctx context.Context, s Service) error {
-	return m.client.objects.delete(ctx, path.Join(servicesIn(s.Namespace), s.Name), s.Version)
+	return m.client.twins.delete(ctx, path.Join(servicesIn(s.Namespace), s.Name), s.Version)
 }
 
 // DeleteSlice deletes an EndpointSlice, if the slice has not changed since it was read.
 func (m *Mirrors) DeleteSlice(ctx context.Context, s Slice) error {
-	return m.client.objects.delete(ctx, path.Join(endpointSlices(s.Namespace), s.Name), s.Version)
+	return m.client.twins.delete(ctx, path.Join(endpointSlices(s.Namespace), s.Name), s.Version)
 }
 
 // ListSlices asks the API server for the EndpointSlices with the label. View may still have an older state of them.
 func (m *Mirrors) ListSlices(ctx context.Context) (all []Slice, err error) {
 	var list sliceList
-	if err = m.client.objects.list(ctx, endpointSlicesPath, m.selector(), &list); err != nil {
+	if err = m.client.twins.list(ctx, endpointSlicesPath, m.selector(), &list); err != nil {
 		return nil, fmt.Errorf("reading the EndpointSlices of twins: %w", err)
 	}
 	for i := range list.Items {
