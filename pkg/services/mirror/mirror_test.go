@@ -416,6 +416,31 @@ func TestForeignSlice(t *testing.T) {
 	})
 }
 
+// An EndpointSlice of a twin whose labels a user has changed is made again.
+func TestRelabelledSlice(t *testing.T) {
+	for _, label := range []string{labelOf, "kubernetes.io/service-name"} {
+		a := newAPIServer(t)
+		a.replicas("10.0.0.1")
+		r := start(t, a, true, nil)
+		a.mirrored("shop", "web", "true", 80)
+		r.leadsTo(t, a.target("shop", "web-tunnel", 80), "web.shop.svc:80")
+		const name = "web-tunnel-ipv4"
+		testkit.Eventually(t, "the replica is an endpoint", func() bool { return a.endpoints("shop", name) == "10.0.0.1" })
+		a.mu.Lock()
+		old := a.objects["endpointslices/shop/"+name]
+		changed := map[string]any{"metadata": map[string]any{"labels": map[string]any{label: "other"}}}
+		a.putLocked("endpointslices", "shop", name, merge(old.fields, changed).(map[string]any))
+		a.mu.Unlock()
+		testkit.Eventually(t, "the slice has the label again", func() bool {
+			var s sliceObject
+			return a.get("endpointslices", "shop", name, &s) && s.Metadata.Labels[labelOf] == "web" &&
+				s.Metadata.Labels["kubernetes.io/service-name"] == "web-tunnel" && a.endpoints("shop", name) == "10.0.0.1"
+		})
+		testkit.Eventually(t, "the port leads to the Service", func() bool { return len(r.ports()) == 1 })
+		r.leadsTo(t, a.target("shop", "web-tunnel", 80), "web.shop.svc:80")
+	}
+}
+
 // The addresses of a stopped replica leave the EndpointSlices. Another leader continues, with the same ports.
 func TestReplicaLeaves(t *testing.T) {
 	a := newAPIServer(t)

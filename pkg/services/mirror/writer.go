@@ -345,7 +345,7 @@ func (t *term) writeSlices(
 	for _, family := range slices.Sorted(maps.Keys(replicas)) {
 		name := twin.Name + "-" + strings.ToLower(family)
 		i := slices.IndexFunc(v.Slices, func(s kube.Slice) bool {
-			return s.Namespace == twin.Namespace && s.Name == name && s.Of() == twin.Name
+			return s.Namespace == twin.Namespace && s.Name == name
 		})
 		var failed error
 		switch {
@@ -356,7 +356,8 @@ func (t *term) writeSlices(
 			if errors.Is(failed, kube.ErrTaken) {
 				failed = takenSlice(name)
 			}
-		case v.Slices[i].Owner != twin.UID:
+		case v.Slices[i].Owner != twin.UID, v.Slices[i].Of() != twin.Name, // the latter two: its labels were edited
+			v.Slices[i].Labels[labelOf] != twin.Labels[labelOf]:
 			failed = objects.DeleteSlice(ctx, v.Slices[i])
 		case !slices.Equal(v.Slices[i].Ports, targets) || !slices.Equal(v.Slices[i].Endpoints, replicas[family]):
 			s := v.Slices[i]
