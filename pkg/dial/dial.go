@@ -116,6 +116,9 @@ type Dialer struct {
 	servers []Server   // never changes; replaced as a whole
 	first   Server     // the server that Dial tries first
 	proven  bool       // first is the server that has worked last
+	// bad are the servers at which another program than the cloud has answered. They are tried only after all others
+	// have failed: such a program may be faster than the cloud at every attempt.
+	bad map[Server]bool
 }
 
 // New makes a Dialer.
@@ -164,6 +167,7 @@ func (d *Dialer) Prefer(others []Server, last bool) {
 		return // d.first stays, too: failed may have moved it to the next server
 	}
 	d.servers = servers
+	clear(d.bad)
 	if !d.proven || !slices.Contains(servers, d.first) || last && !slices.Contains(d.cfg.Servers, d.first) {
 		d.first, d.proven = servers[0], false
 	}
@@ -181,16 +185,57 @@ func (d *Dialer) WorksAsConfigured() bool {
 const serverDelay = 2 * time.Second
 
 // Dial connects to the cloud. It tries the servers in order, first the one that worked last. If a server
-// does not answer within serverDelay, Dial tries the next server beside it; the first connection wins.
+// does not answer within serverDelay, Dial tries the next server beside it; the first connection wins. Servers at which
+// another program has answered come after all others have failed.
 func (d *Dialer) Dial(ctx context.Context) (*Conn, error) {
-	order := d.order()
-	return race(ctx, len(order), serverDelay, func(ctx context.Context, i int) (*Conn, error) {
-		c, err := d.reach(ctx, order[i])
-		if err != nil && len(order) > 1 {
-			err = fmt.Errorf("%s: %w", order[i], err)
-		}
+	all := d.order()
+	try := func(servers []Server) (*Conn, error) {
+		return race(ctx, len(servers), serverDelay, func(ctx context.Context, i int) (*Conn, error) {
+			c, err := d.reach(ctx, servers[i])
+			if err != nil && len(all) > 1 {
+				err = fmt.Errorf("%s: %w", servers[i], err)
+			}
+			return c, err
+		})
+	}
+	good, bad := d.split(all)
+	c, err := try(good)
+	if err == nil || len(bad) == 0 {
 		return c, err
-	})
+	}
+	d.forgive()
+	if ctx.Err() != nil {
+		return nil, err
+	}
+	c, again := try(bad)
+	if again != nil {
+		return nil, raceError{err, again}
+	}
+	return c, nil
+}
+
+// split returns the servers of all without the bad ones, and the bad ones. Without a good one, all are good.
+func (d *Dialer) split(all []Server) (good, bad []Server) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for _, s := range all {
+		if d.bad[s] {
+			bad = append(bad, s)
+		} else {
+			good = append(good, s)
+		}
+	}
+	if good == nil {
+		return all, nil
+	}
+	return good, bad
+}
+
+// forgive forgets the bad servers.
+func (d *Dialer) forgive() {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	clear(d.bad)
 }
 
 // order returns the servers in the order in which Dial tries them.
@@ -240,6 +285,12 @@ func (d *Dialer) by(ctx context.Context, s Server, p *Proxy) (*Conn, error) {
 func (d *Dialer) failed(s Server) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
+	if slices.Contains(d.servers, s) {
+		if d.bad == nil {
+			d.bad = make(map[Server]bool)
+		}
+		d.bad[s] = true
+	}
 	if d.first == s {
 		d.first, d.proven = d.servers[(slices.Index(d.servers, s)+1)%len(d.servers)], false
 	}
@@ -249,6 +300,7 @@ func (d *Dialer) failed(s Server) {
 func (d *Dialer) worked(s Server) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
+	delete(d.bad, s)
 	if slices.Contains(d.servers, s) { // Prefer may have removed it
 		d.first, d.proven = s, true
 	}

@@ -279,6 +279,39 @@ func TestServerOrder(t *testing.T) {
 	}
 }
 
+// A program that answers at once in place of the cloud does not win against a cloud that takes longer than serverDelay.
+// If the cloud fails, that server is tried again.
+func TestFastImpostor(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := &fakeNet{takes: map[string]time.Duration{"1.1.1.1:1": 0, "2.2.2.2:1": serverDelay + time.Second}}
+		d, err := New(Config{Servers: mustServers(t, "1.1.1.1:1", "2.2.2.2:1"), Connect: n.connect})
+		if err != nil {
+			t.Fatal(err)
+		}
+		dial := func(want string) *Conn {
+			t.Helper()
+			c, err := d.Dial(t.Context())
+			if err != nil || c.Server().String() != want {
+				t.Fatalf("%v, %v, want %s", c, err, want)
+			}
+			return c
+		}
+		dial("1.1.1.1:1").Failed()
+		dial("2.2.2.2:1").Worked()
+		dial("2.2.2.2:1").Worked()
+		n.fails = map[string]bool{"2.2.2.2:1": true}
+		dial("1.1.1.1:1").Failed()
+		n.fails = nil
+		delete(n.takes, "2.2.2.2:1") // it hangs
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		defer cancel()
+		if c, err := d.Dial(ctx); err == nil {
+			t.Fatalf("%v although the only good server hangs", c)
+		}
+		dial("1.1.1.1:1")
+	})
+}
+
 // Preferred servers come before those of the configuration, which stay. The one that has worked stays first.
 func TestPrefer(t *testing.T) {
 	takes := make(map[string]time.Duration)

@@ -133,7 +133,8 @@ func (p *Packet) encode(pool mem.BufferPool) mem.BufferSlice {
 var errPacket = errors.New("not a packet of Konnectivity")
 
 // decode decodes a packet, and keeps a reference to the memory of its data until Free. It skips unknown
-// fields. If a field occurs several times, the last value counts, as in protobuf.
+// fields. If a field occurs several times, the last value counts, as in protobuf. If the memory is much larger than the
+// data, decode copies the data: queues count only the data.
 func (p *Packet) decode(in mem.BufferSlice, pool mem.BufferPool) error {
 	*p = Packet{}
 	buf := in.MaterializeToBuffer(pool)
@@ -167,9 +168,18 @@ func (p *Packet) decode(in mem.BufferSlice, pool mem.BufferPool) error {
 		buf.Free()
 		return nil
 	}
+	if len(p.Data) < copiedData || buf.Len() > 2*len(p.Data) {
+		own := pool.Get(len(p.Data))
+		copy(*own, p.Data)
+		buf.Free()
+		p.Data, buf = *own, mem.NewBuffer(own, pool)
+	}
 	p.buffer = buf
 	return nil
 }
+
+// copiedData is the length below which decode copies data, in bytes: its memory may be a part of a frame of 16 KiB.
+const copiedData = 2 << 10
 
 // body reads the payload of p, and reports whether it is well-formed.
 func (p *Packet) body(l payload, b []byte) bool {
@@ -182,6 +192,9 @@ func (p *Packet) body(l payload, b []byte) bool {
 		switch n {
 		case 0:
 		case l.protocol:
+			if len(body) > 16 { // "tcp" is usual
+				return false
+			}
 			p.Protocol = string(body)
 		case l.address:
 			p.Address = string(body)

@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"google.golang.org/grpc/mem"
+	"google.golang.org/protobuf/encoding/protowire"
 	"pgregory.net/rapid"
 )
 
@@ -51,7 +52,7 @@ func TestPacketRoundTrip(t *testing.T) {
 		p := Packet{Type: PacketType(rapid.IntRange(0, 6).Draw(t, "type"))}
 		l := payloads[p.Type]
 		if l.protocol != 0 {
-			p.Protocol, p.Address = rapid.String().Draw(t, "protocol"), rapid.String().Draw(t, "address")
+			p.Protocol, p.Address = rapid.StringN(0, -1, 16).Draw(t, "protocol"), rapid.String().Draw(t, "address")
 		}
 		if l.err != 0 {
 			p.Err = rapid.String().Draw(t, "error")
@@ -133,5 +134,27 @@ func TestPacketSlice(t *testing.T) {
 		}
 		got.Free()
 		want.Free()
+	}
+}
+
+// A packet that is much longer than its data does not stay in memory: the queues count only the data.
+func TestPacketPadded(t *testing.T) {
+	pool := mem.DefaultBufferPool()
+	for _, size := range []int{1, 5000} {
+		data := bytes.Repeat([]byte("d"), size)
+		wire := (&Packet{Type: PacketData, ConnID: 1, Data: data}).encode(pool).Materialize()
+		wire = protowire.AppendBytes(protowire.AppendTag(wire, 100, protowire.BytesType), make([]byte, 200<<10))
+		var p Packet
+		if err := p.decode(mem.BufferSlice{mem.SliceBuffer(wire)}, pool); err != nil || !bytes.Equal(p.Data, data) {
+			t.Fatalf("%d bytes, %v", len(p.Data), err)
+		}
+		if n := p.buffer.Len(); n > 2*size {
+			t.Errorf("%d bytes of data hold %d", size, n)
+		}
+		p.Free()
+	}
+	long := (&Packet{Type: PacketDialReq, Protocol: strings.Repeat("x", 17)}).encode(pool).Materialize()
+	if err := new(Packet).decode(mem.BufferSlice{mem.SliceBuffer(long)}, pool); err == nil {
+		t.Error("a protocol of 17 bytes is accepted")
 	}
 }

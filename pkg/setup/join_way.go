@@ -22,6 +22,7 @@ import (
 	"tunnel.example/tunnel/pkg/auth"
 	"tunnel.example/tunnel/pkg/dial"
 	"tunnel.example/tunnel/pkg/stream"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 const (
@@ -377,18 +378,18 @@ func refusedToken(token auth.JoinToken, err error) error {
 		failed.fix = "Make another one on the cloud: tunnel token create -c cloud.toml --node " + string(token.Node) +
 			". The cloud's log says which it was."
 	case codes.AlreadyExists: // a token for several nodes
-		failed.err = fmt.Errorf("the cloud does not accept it for node %s: %s", token.Node, s.Message())
+		failed.err = fmt.Errorf("the cloud does not accept it for node %s: %s", token.Node, said(s))
 		failed.fix = "Make a token for this node on the cloud: tunnel token create -c cloud.toml --node " + string(token.Node)
 	case codes.Unavailable, codes.DeadlineExceeded, codes.Canceled, codes.Unknown, codes.Internal:
 		failed.kind = KindFailed
-		failed.err = fmt.Errorf("the cloud could not answer now: %s", s.Message())
+		failed.err = fmt.Errorf("the cloud could not answer now: %s", said(s))
 		failed.fix = "Try again in a minute; the token stays good until it expires. The cloud's log says more."
 	case codes.ResourceExhausted:
 		failed.kind = KindFailed
-		failed.err = fmt.Errorf("the cloud is busy: %s", s.Message())
+		failed.err = fmt.Errorf("the cloud is busy: %s", said(s))
 		failed.fix = "Try again in a minute."
 	default:
-		failed.err = fmt.Errorf("the cloud refused: %s", s.Message())
+		failed.err = fmt.Errorf("the cloud refused: %s", said(s))
 		failed.fix = "Read its log, and [mode.cloud.join] in its configuration."
 	}
 	return failed
@@ -416,4 +417,10 @@ func ahead(off time.Duration) string {
 // oneLine returns err with its text on one line, for the output of a step.
 func oneLine(err error) error {
 	return errors.New(strings.ReplaceAll(err.Error(), "\n", "; "))
+}
+
+// said returns the text of a cloud's refusal for a terminal: without control characters, and cut off.
+func said(s *status.Status) string {
+	text := s.Message()
+	return tunnel.Printable(text[:min(len(text), 512)])
 }

@@ -185,7 +185,9 @@ func (s *edgeSession) cloudLeaves(m *tunnel.Message) error {
 	if err := proto.Unmarshal(m.Data, &d); err != nil {
 		return fmt.Errorf("drain: %w", err)
 	}
-	s.announced.Store(true)
+	if s.announced.Swap(true) {
+		return nil // the cloud has said so before
+	}
 	s.log.Info("cloud is about to stop", "dur", time.Duration(d.GetGraceSeconds())*time.Second)
 	s.wg.Go(s.guarded(func() {
 		if d.GetElsewhere() {

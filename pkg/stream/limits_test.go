@@ -672,6 +672,26 @@ func TestDrainsAreLoggedOnce(t *testing.T) {
 	}
 }
 
+// Nor does a cloud that does so fill the log of the edge, or its memory.
+func TestDrainsOfTheCloud(t *testing.T) {
+	r := newRig(t)
+	r.join("edge1", direct)
+	r.pair("edge1") // else the edge would end the session
+	cs, before := r.cloudEnd("edge1"), runtime.NumGoroutine()
+	for range 1000 {
+		if err := cs.Send(message(typeDrain, "", &pb.Drain{GraceSeconds: 60})); err != nil {
+			t.Fatal(err)
+		}
+	}
+	r.pair("edge1") // the edge has handled them
+	if n := len(r.log.lines("cloud is about to stop")); n != 1 {
+		t.Errorf("%d lines", n)
+	}
+	if n := runtime.NumGoroutine() - before; n > 100 {
+		t.Errorf("%d more goroutines", n)
+	}
+}
+
 // A stranger who asks for a method that we do not have gets no second stream.
 func TestUnknownMethodOfAStranger(t *testing.T) {
 	r := newRig(t)

@@ -190,11 +190,17 @@ func (s *edgeSession) serveOpen(m *tunnel.Message, way openWay, dial tunnel.Dial
 
 var errTopic = fmt.Errorf("a topic has more than %d bytes", maxTopic)
 
+// maxNetwork bounds the name of a network in an open, such as "tcp", in bytes.
+const maxNetwork = 16
+
 // requestOf returns the request of an open.
 func (s *edgeSession) requestOf(m *tunnel.Message) (tunnel.Request, error) {
 	var open pb.Open
 	if err := proto.Unmarshal(m.Data, &open); err != nil {
 		return tunnel.Request{}, err
+	}
+	if len(open.GetNetwork()) > maxNetwork {
+		return tunnel.Request{}, fmt.Errorf("a network has more than %d bytes", maxNetwork)
 	}
 	r := tunnel.Request{
 		Node: s.pub.Node, Category: m.Category, Network: open.GetNetwork(),

@@ -511,7 +511,7 @@ func (s *session) idle() <-chan struct{} {
 func text(s string) string {
 	const longest = 512 // bytes, about a sentence
 	if len(s) > longest {
-		s = s[:longest]
+		s = strings.Clone(s[:longest]) // else the whole text would stay in memory
 	}
 	return tunnel.Printable(s)
 }
