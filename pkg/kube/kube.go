@@ -62,8 +62,8 @@ const (
 	joinsPerSecond = 200
 	joinBurst      = 400
 
-	// The rate limit of writes of twins. When a replica stops, all EndpointSlices of twins must lose it within seconds, and
-	// a Lease must not wait for them.
+	// The rate limit of writes of twins. When a replica stops, all EndpointSlices of twins must lose it within seconds,
+	// and a Lease must not wait for them.
 	twinsPerSecond = 100
 	twinBurst      = 200
 
