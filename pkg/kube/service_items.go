@@ -115,8 +115,8 @@ type slicePort struct {
 }
 
 // portNumber is a port in an object. The API server does not check every port: it stores an EndpointSlice with any
-// port, and a Service of type ExternalName with any node port. What is no port becomes 0, so that such an object of one user
-// does not make a whole list unreadable.
+// port, and a Service of type ExternalName with any node port. What is no port becomes 0, so that such an object of one
+// user does not make a whole list unreadable.
 type portNumber uint16
 
 // UnmarshalJSON implements json.Unmarshaler.
