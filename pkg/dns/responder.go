@@ -191,10 +191,12 @@ func (r *Responder) Open(ctx context.Context, addr string) (*net.UDPConn, net.Li
 func (r *Responder) Serve(ctx context.Context, udp *net.UDPConn, tcp net.Listener) error {
 	tcp = listen.Steady(tcp, r.cfg.Log)
 	g, ctx := errgroup.WithContext(ctx)
-	defer context.AfterFunc(ctx, func() {
+	closed := make(chan struct{}) // closed when both sockets are; nothing is sent
+	context.AfterFunc(ctx, func() {
+		defer close(closed)
 		udp.Close() // a client that misses its answer repeats the query
 		tcp.Close()
-	})()
+	})
 	select {
 	case <-r.cfg.Sockets.Serving():
 	case <-ctx.Done():
@@ -215,7 +217,9 @@ func (r *Responder) Serve(ctx context.Context, udp *net.UDPConn, tcp net.Listene
 	g.Go(func() error {
 		return r.serveTCP(ctx, tcp, listen.NewStrangers(r.cfg.Conns, max(1, r.cfg.Conns/8)))
 	})
-	return g.Wait()
+	err := g.Wait() // ends ctx
+	<-closed        // the next responder may listen at once
+	return err
 }
 
 // checkUpstreams returns an error if an upstream is the responder itself, which listens at local.
