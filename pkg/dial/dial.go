@@ -214,7 +214,7 @@ func (d *Dialer) Dial(ctx context.Context) (*Conn, error) {
 	return c, nil
 }
 
-// split returns the servers of all without the bad ones, and the bad ones. Without a good one, all are good.
+// split splits all servers into the good ones and the bad ones. If all are bad, it returns them as good ones.
 func (d *Dialer) split(all []Server) (good, bad []Server) {
 	d.mu.Lock()
 	defer d.mu.Unlock()

@@ -27,47 +27,48 @@ func CheckHello(h *tls.ClientHelloInfo) (*tls.Config, error) {
 
 // CheckShown is a tls.Config.VerifyPeerCertificate that refuses a chain that costs far more than honest ones. It
 // verifies nothing. crypto/tls calls it before the peer has proven that it has the key.
-func CheckShown(chain [][]byte, _ [][]*x509.Certificate) error {
+func CheckShown(raw [][]byte, _ [][]*x509.Certificate) error {
+	_, err := parseShown(raw)
+	return err
+}
+
+// parseShown parses a chain, unless it costs far more than honest ones.
+func parseShown(raw [][]byte) ([]*x509.Certificate, error) {
 	size := 0
-	for _, raw := range chain {
-		size += len(raw)
+	for _, r := range raw {
+		size += len(r)
 	}
-	if len(chain) > maxShownCertificates || size > maxShownBytes {
-		return fmt.Errorf("too many certificates: %d with %d bytes; %d with %d bytes are allowed",
-			len(chain), size, maxShownCertificates, maxShownBytes)
+	if len(raw) > maxShownCertificates || size > maxShownBytes {
+		return nil, fmt.Errorf("too many certificates: %d with %d bytes; %d with %d bytes are allowed",
+			len(raw), size, maxShownCertificates, maxShownBytes)
 	}
-	for _, raw := range chain {
-		c, err := x509.ParseCertificate(raw)
+	chain := make([]*x509.Certificate, len(raw))
+	for i, r := range raw {
+		c, err := x509.ParseCertificate(r)
 		if err != nil {
-			return err
+			return nil, err
 		}
 		if max(len(c.DNSNames), len(c.EmailAddresses), len(c.IPAddresses), len(c.URIs)) > maxShownNames {
-			return errors.New("a certificate has too many names")
+			return nil, errors.New("a certificate has too many names")
 		}
+		chain[i] = c
 	}
-	return nil
+	return chain, nil
 }
 
 // VerifyShown is a tls.Config.VerifyPeerCertificate that verifies the certificate of a client by roots, as
 // tls.RequireAndVerifyClientCert does, but only if CheckShown accepts the chain. It is for tls.RequireAnyClientCert.
 func VerifyShown(roots *x509.CertPool) func([][]byte, [][]*x509.Certificate) error {
 	return func(raw [][]byte, _ [][]*x509.Certificate) error {
-		if err := CheckShown(raw, nil); err != nil {
+		chain, err := parseShown(raw)
+		if err != nil {
 			return err
-		}
-		chain := make([]*x509.Certificate, len(raw))
-		for i := range raw {
-			c, err := x509.ParseCertificate(raw[i])
-			if err != nil {
-				return err
-			}
-			chain[i] = c
 		}
 		others := x509.NewCertPool()
 		for _, c := range chain[1:] {
 			others.AddCert(c)
 		}
-		_, err := chain[0].Verify(x509.VerifyOptions{
+		_, err = chain[0].Verify(x509.VerifyOptions{
 			Roots: roots, Intermediates: others, KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth},
 		})
 		if err != nil {

@@ -67,7 +67,8 @@ func (linux) foreign(bridge string) (all []netip.Prefix, err error) {
 	return all, nil
 }
 
-// listRoutes lists routes of the kernel. It tries again if they change meanwhile.
+// listRoutes lists the routes of the kernel that match filter and mask. If the routes change while the kernel lists
+// them, the list may be wrong, and listRoutes asks again, up to five times in all.
 func listRoutes(family int, filter *netlink.Route, mask uint64) (routes []netlink.Route, err error) {
 	for range 5 {
 		routes, err = netlink.RouteListFiltered(family, filter, mask)

@@ -598,13 +598,7 @@ func TestStreamsThatGRPCAnswers(t *testing.T) {
 	})
 	t.Run("of an edge", func(t *testing.T) {
 		r := newRig(t, func(c *ServerConfig) { c.Limits.Opens = 1 })
-		f, c := r.framer()
-		m, err := proto.Marshal(&pb.StreamMsg{Category: category, Type: typeHello, Data: encode(&pb.Hello{Version: Version})})
-		if err != nil {
-			t.Fatal(err)
-		}
-		f.WriteData(1, false, append(binary.BigEndian.AppendUint32([]byte{0}, uint32(len(m))), m...))
-		r.eventually("it has joined", func() bool { return r.dir.Holds("edge1") })
+		f, c := r.joinedFramer()
 		go io.Copy(io.Discard, c)
 		for id := uint32(3); open(f, id) == nil; id += 2 {
 		}
@@ -849,6 +843,19 @@ func (r *rig) framer() (f *http2.Framer, c net.Conn) {
 	return f, c
 }
 
+// joinedFramer is framer, and joins on the control stream.
+func (r *rig) joinedFramer() (f *http2.Framer, c net.Conn) {
+	r.t.Helper()
+	f, c = r.framer()
+	m, err := proto.Marshal(&pb.StreamMsg{Category: category, Type: typeHello, Data: encode(&pb.Hello{Version: Version})})
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	f.WriteData(1, false, append(binary.BigEndian.AppendUint32([]byte{0}, uint32(len(m))), m...)) // a gRPC message
+	r.eventually("it has joined", func() bool { return r.dir.Holds("edge1") })
+	return f, c
+}
+
 // An edge that floods its session with frames that carry nothing loses it, with a reason.
 func TestFramesLimit(t *testing.T) {
 	for name, write := range map[string]func(f *http2.Framer) error{
@@ -863,13 +870,7 @@ func TestFramesLimit(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			r := newRig(t, func(c *ServerConfig) { c.Limits.Opens = 1 })
-			f, c := r.framer()
-			m, err := proto.Marshal(&pb.StreamMsg{Category: category, Type: typeHello, Data: encode(&pb.Hello{Version: Version})})
-			if err != nil {
-				t.Fatal(err)
-			}
-			f.WriteData(1, false, append(binary.BigEndian.AppendUint32([]byte{0}, uint32(len(m))), m...))
-			r.eventually("it has joined", func() bool { return r.dir.Holds("edge1") })
+			f, c := r.joinedFramer()
 			if name == "resets" { // of a stream that was there
 				var header bytes.Buffer
 				hpack.NewEncoder(&header).WriteField(hpack.HeaderField{Name: ":method", Value: "GET"})

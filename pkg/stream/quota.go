@@ -92,8 +92,9 @@ func (q *quota) release() {
 	time.AfterFunc(burst, q.forget)
 }
 
-// forget removes the quota of a node that has had no session for the time burst from the list of all quotas. If calls
-// of its last session have not ended yet, or the node has joined often, forget tries again later.
+// forget removes q from the list of all quotas, if the node has had no session for the time burst. Two things must be
+// over first: the calls of the node's last session, and the limit on its joins. Until then, forget tries again and
+// again, after the time burst.
 func (q *quota) forget() {
 	q.all.mu.Lock()
 	defer q.all.mu.Unlock()

@@ -226,8 +226,9 @@ func (c *joiningConn) Close() error {
 // the edge.
 const lastWords = time.Second
 
-// closeSoon closes the connection lastWords after its next write, so that a last status can leave: a busy cloud may
-// write it late. If gRPC writes nothing, closeSoon closes the connection after joinTimeout.
+// closeSoon closes the connection when gRPC has had time to send a last status. A busy cloud may write this status
+// late, so the time lastWords begins with the next write. If gRPC writes nothing, the connection is closed after
+// joinTimeout.
 func (c *joiningConn) closeSoon() {
 	if !c.closed.Load() { // else the session has ended because the connection has
 		c.last.Store(time.AfterFunc(joinTimeout, func() { c.Close() }))

@@ -379,8 +379,8 @@ func TestStalledConn(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer other.Close()
-	// The conn has small buffers, so it stalls after a few datagrams. The kernel then cannot take what waits in the full
-	// queue, and the reset loses it.
+	// With small buffers, the conn stalls after a few datagrams. The others then wait in the queue of the flow, and the
+	// reset loses them. With large buffers, the kernel could take all of them before the reset.
 	stalled.SetWriteBuffer(1 << 16)
 	other.SetReadBuffer(1 << 16)
 	r := run(t, Listener{Target: "127.0.0.1:1"}, func(f *FrontDoor, _ *Edge) {
@@ -458,8 +458,8 @@ func TestLimits(t *testing.T) {
 
 // When the front door stops, it opens no flow. Flows in use go on, and end when they are idle.
 func TestDrain(t *testing.T) {
-	// While the front door drains, a flow ends when it has been idle for f.idle or for drainIdle. This process may wait
-	// half a second for a processor between two questions, so f.idle is long.
+	// A draining front door ends a flow that was idle for f.idle or for drainIdle, whichever is shorter. On a busy
+	// machine, half a second may pass between two questions. A shorter f.idle would then end the flow too early.
 	r := run(t, Listener{Target: target(t, echo)}, func(f *FrontDoor, _ *Edge) { f.idle = 2 * drainIdle })
 	c := r.caller()
 	ask(t, c, "before")

@@ -323,8 +323,9 @@ func (f *framer) control(node string, token auth.Secret) {
 	f.WriteData(id, false, append(prefix, m...))
 }
 
-// refusedByGRPC opens streams whose content type is none of gRPC's. gRPC answers each of them with what was sent, four
-// times as long. Behind the first one, a stream costs the sender some ten bytes.
+// refusedByGRPC opens streams with a content type that gRPC does not know. gRPC refuses each stream in an answer that
+// quotes the content type, and the quote is four times as long. The first stream puts the content type into the table
+// of HPACK. Each further stream refers to the table, and so costs the sender only some ten bytes.
 func refusedByGRPC(f *framer) error {
 	long := strings.Repeat("\xff", 4052) // with its name, as much as fits into the table of HPACK
 	return pace(f.ctx, frames, func() error {
