@@ -77,7 +77,7 @@ type EdgeConfig struct {
 	Cloud       string   // the address that it dials
 	All         bool     // a session with every replica
 	Connections int      // TCP connections of a session; 0: the default
-	Allow       []string // what it may dial
+	Allow       []string // what it may dial; empty: its own machine
 	Client      string   // more lines of [mode.edge.stream.client]
 	More        string   // more lines of its file: whole tables
 }
@@ -218,8 +218,8 @@ func (f *Fleet) Edge(cfg EdgeConfig) (*Member, error) {
 
 const fleetEdgeTOML = `[mode.edge]
 node = "{{.Node}}"
-allow = [{{range .Allow}}"{{.}}", {{end}}]
-[mode.edge.stream.client]
+{{if .Allow}}allow = [{{range .Allow}}"{{.}}", {{end}}]
+{{end}}[mode.edge.stream.client]
 servername = "{{.Cloud}}"
 dns = "{{.ServerName}}"
 cert = "ca.crt"
