@@ -162,6 +162,12 @@ func (r *Relay) write(
 			return err
 		}
 	}
+	if err := k.route(before, after); err != nil {
+		if n, ok := r.warnRoute.Allow(); ok {
+			r.log.Warn("processes of this node need another route, such as a default route, to reach some ClusterIPs",
+				"err", err, "skipped", n)
+		}
+	}
 	if err := k.forget(before, after); err != nil {
 		if n, ok := r.warnForget.Allow(); ok {
 			r.log.Warn("existing UDP flows keep their old endpoint until they are idle", "err", err, "skipped", n)

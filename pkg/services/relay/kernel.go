@@ -57,9 +57,14 @@ type kernel interface {
 	// of TCP connections without an answer so far are removed in the same way; other TCP connections continue. The next
 	// packet of each caller then follows the table.
 	forget(before, after rules) error
+	// route adds routes for the ClusterIPs in after, and removes those for the ClusterIPs that only before has. So
+	// processes of this node reach ClusterIPs without any other route. The first call after program must have all rules in
+	// after. An error is about some routes; others are as they should be.
+	route(before, after rules) error
 	// clear stops all redirects to the relay. It does nothing if the table that program made is gone.
 	clear() error
-	// intact reports whether the table is as program made it. It does not look at elements of sets.
+	// intact reports whether the table is as program made it, and has the routes of route. It does not look at elements of
+	// sets.
 	intact() bool
 	// remove removes the table that program made. In place of kube-proxy, the table stays: connections to endpoints that
 	// the node reaches by itself continue without the edge.

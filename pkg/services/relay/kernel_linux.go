@@ -35,11 +35,13 @@ type linux struct {
 	// noAffinity: this kernel does not support session affinity (Linux 5.2 and 5.3). Each new connection of a caller may
 	// go to any endpoint.
 	noAffinity bool
-	id         string             // the id in the names of the table's chains and sets
-	chains     map[chain]struct{} // the chains of the table that elements lead to
-	built      int                // how many chains program has made
-	programs   int                // how often program has begun to write a table
-	left       rules              // where earlier tables have led flows; nil: forget has looked for them
+	id         string              // the id in the names of the table's chains and sets
+	chains     map[chain]struct{}  // the chains of the table that elements lead to
+	built      int                 // how many chains program has made
+	programs   int                 // how often program has begun to write a table
+	left       rules               // where earlier tables have led flows; nil: forget has looked for them
+	routed     map[netip.Addr]bool // the ClusterIPs with a route of ours; nil: route must look for them
+	ruled      bool                // route has added tableRule
 }
 
 func newKernel(full bool) (kernel, error) { return &linux{full: full}, nil }
@@ -112,6 +114,12 @@ func (k *linux) tryRemove(log *slog.Logger) (stays bool, err error) {
 	c.DelTable(k.table())
 	if err = c.Flush(); err == nil {
 		log.Info("rules that an edge with [mode.edge.services] has left are removed", "table", k.table().Name)
+	}
+	if k.dns {
+		return false, err
+	}
+	if routesErr := removeRoutes(); routesErr != nil && !isDenied(routesErr) {
+		log.Warn("routes that an edge with [mode.edge.services] has left cannot be removed", "err", routesErr)
 	}
 	return false, err
 }

@@ -209,8 +209,8 @@ func TestRedirect(t *testing.T) {
 	}
 	fromPod()
 
-	// A process of the node needs a route to the address, since the kernel looks for a route first. docs/services.md has
-	// the command for nodes without a default route.
+	// Beside kube-proxy, a process of the node needs a route to the address, since the kernel looks for a route first.
+	// docs/services.md has the command for nodes without a default route.
 	if _, err := dialNow(web4); !errors.Is(err, syscall.ENETUNREACH) {
 		t.Errorf("without a route, a process of the node gets %v", err)
 	}

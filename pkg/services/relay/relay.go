@@ -124,6 +124,7 @@ type Relay struct {
 	warnHealth tunnel.Limiter
 	warnChange tunnel.Limiter
 	warnForget tunnel.Limiter
+	warnRoute  tunnel.Limiter
 
 	mu      sync.RWMutex // guards the following
 	planner planner

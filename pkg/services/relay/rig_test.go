@@ -91,6 +91,8 @@ func (f *fake) clear() error {
 	return nil
 }
 
+func (f *fake) route(_, _ rules) error { return nil }
+
 func (f *fake) forget(_, after rules) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()

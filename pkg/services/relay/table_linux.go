@@ -95,10 +95,9 @@ func (k *linux) hooks() []hook {
 	base := func(name string, kind nftables.ChainType, at *nftables.ChainHook, p *nftables.ChainPriority) *nftables.Chain {
 		return &nftables.Chain{Name: name + "-" + k.id, Table: k.table(), Type: kind, Hooknum: at, Priority: p}
 	}
-	to := k.translations()
 	all := []hook{
-		{base("prerouting", nftables.ChainTypeNAT, nftables.ChainHookPrerouting, first), to},
-		{base("output", nftables.ChainTypeNAT, nftables.ChainHookOutput, first), to},
+		{base("prerouting", nftables.ChainTypeNAT, nftables.ChainHookPrerouting, first), k.translations(false)},
+		{base("output", nftables.ChainTypeNAT, nftables.ChainHookOutput, first), k.translations(true)},
 	}
 	if k.dns {
 		return all
@@ -236,8 +235,7 @@ func load(first uint32) []expr.Any {
 // destination returns the expressions that load where a packet goes: address, protocol, port. With nodePort, the
 // address is 0.
 func (f family) destination(first uint32, nodePort bool) []expr.Any {
-	var addr expr.Any = &expr.Payload{DestRegister: register(first), Base: expr.PayloadBaseNetworkHeader,
-		Offset: f.offset, Len: f.size}
+	addr := f.callee(first)
 	if nodePort {
 		addr = &expr.Immediate{Register: register(first), Data: make([]byte, f.size)}
 	}
@@ -248,6 +246,11 @@ func (f family) destination(first uint32, nodePort bool) []expr.Any {
 func (f family) caller(first uint32) []expr.Any {
 	return []expr.Any{&expr.Payload{DestRegister: register(first), Base: expr.PayloadBaseNetworkHeader,
 		Offset: f.source, Len: f.size}}
+}
+
+// callee returns the expression that loads the destination address of a packet.
+func (f family) callee(first uint32) expr.Any {
+	return &expr.Payload{DestRegister: register(first), Base: expr.PayloadBaseNetworkHeader, Offset: f.offset, Len: f.size}
 }
 
 // isLocal returns the expressions of nft's "fib daddr type local", without loopback. With source, they are those of
@@ -300,7 +303,7 @@ func (f family) toOwn(port uint32) []expr.Any {
 // leavesOwn returns the rule that ends the chain for the edge's own packets, unless they go to a ClusterIP.
 func (k *linux) leavesOwn(f family) commented {
 	return commented{commentMarked, slices.Concat(f.is(), hasMark(mark, true), []expr.Any{
-		&expr.Payload{DestRegister: register(0), Base: expr.PayloadBaseNetworkHeader, Offset: f.offset, Len: f.size},
+		f.callee(0),
 		&expr.Lookup{SourceRegister: register(0), SetName: k.set(setIPs, f).Name, Invert: true},
 		&expr.Verdict{Kind: expr.VerdictReturn},
 	})}
@@ -310,7 +313,11 @@ func (k *linux) leavesOwn(f family) commented {
 // packets to kube-proxy. In place of kube-proxy, the edge's own packets to a ClusterIP go to an endpoint, but never to
 // the relay: the edge would call itself. The edge's other packets stay as they are: an external IP that a Service
 // claims may be the cloud's address.
-func (k *linux) translations() (all []commented) {
+//
+// ofNode says that the rules are for packets of the node's own processes. In place of kube-proxy, they masquerade those
+// to a ClusterIP, as kube-proxy does. The kernel has chosen the source address of these packets by the route to the
+// ClusterIP, and an endpoint may have no route back to that address.
+func (k *linux) translations(ofNode bool) (all []commented) {
 	var notOwn []expr.Any
 	if k.full {
 		notOwn = hasMark(mark, false)
@@ -329,6 +336,10 @@ func (k *linux) translations() (all []commented) {
 		if k.dns {
 			continue
 		}
+		if k.full && ofNode {
+			all = append(all, commented{"from the node to a ClusterIP", slices.Concat(f.is(),
+				[]expr.Any{f.callee(0), k.lookup(setIPs, f, 0, 0)}, setMark(markMasquerade))})
+		}
 		all = append(all, commented{"to endpoints", slices.Concat(f.is(), f.destination(0, false),
 			[]expr.Any{k.dispatch(setFront, f, 0)})})
 		if !k.full {
@@ -346,7 +357,7 @@ func (k *linux) translations() (all []commented) {
 // masquerades returns the rules that run after routing and masquerade connections.
 func (k *linux) masquerades() (all []commented) {
 	if k.full {
-		all = append(all, commented{"callers elsewhere",
+		all = append(all, commented{"callers that an endpoint may not reach",
 			// Without the mark afterwards: if the node encapsulates the packet, the outer packet is not masqueraded, too.
 			slices.Concat(hasMark(markMasquerade, true), clearMark(markMasquerade),
 				[]expr.Any{&expr.Masq{FullyRandom: true}})})
@@ -360,7 +371,7 @@ func (k *linux) masquerades() (all []commented) {
 				Mask: binaryutil.NativeEndian.PutUint32(translated), Xor: binaryutil.NativeEndian.PutUint32(0)},
 			&expr.Cmp{Op: expr.CmpOpNeq, Register: spare(), Data: binaryutil.NativeEndian.PutUint32(0)},
 		}, f.caller(0), []expr.Any{
-			&expr.Payload{DestRegister: register(f.words()), Base: expr.PayloadBaseNetworkHeader, Offset: f.offset, Len: f.size},
+			f.callee(f.words()),
 			k.lookup(setHairpin, f, 0, 0),
 			&expr.Masq{FullyRandom: true},
 		})})
@@ -389,7 +400,7 @@ func (k *linux) refusals(at *nftables.ChainHook) (all []commented) {
 				[]expr.Any{k.dispatch(setNonePorts, f, 0)})})
 		}
 		all = append(all, commented{"no such port", slices.Concat(fresh, f.is(), []expr.Any{
-			&expr.Payload{DestRegister: register(0), Base: expr.PayloadBaseNetworkHeader, Offset: f.offset, Len: f.size},
+			f.callee(0),
 			k.lookup(setIPs, f, 0, 0),
 			k.to(chain{kind: chainReject, v6: f.size != 4}),
 		})})
@@ -514,7 +525,7 @@ const perPart = 250
 // call the new chains in place of all others, in one transaction.
 func (k *linux) program(listeners []netip.AddrPort, all rules) error {
 	before := *k
-	k.listeners = listeners
+	k.listeners, k.routed, k.ruled = listeners, nil, false
 	if err := k.chooseID(); err != nil {
 		*k = before
 		return withVersion(withRights(err))
@@ -770,6 +781,11 @@ func (k *linux) changeElements(c *nftables.Conn, before, after rules) error {
 	return b.flush()
 }
 
+// listens reports whether the relay listens at its address of a family.
+func (k *linux) listens(f family) bool {
+	return slices.ContainsFunc(k.listeners, func(l netip.AddrPort) bool { return l.Addr() == f.own })
+}
+
 // writer puts changes of elements into transactions.
 type writer struct {
 	k     *linux
@@ -788,7 +804,7 @@ type pending struct {
 // write adds a change to the next transaction. It skips families without a listener.
 func (b *writer) write(one change) error {
 	f := familyOf(one.at.Addr())
-	if !slices.ContainsFunc(b.k.listeners, func(l netip.AddrPort) bool { return l.Addr() == f.own }) {
+	if !b.k.listens(f) {
 		return nil
 	}
 	if one.gone != nil {
@@ -900,7 +916,7 @@ func (k *linux) intact() bool {
 			}
 		}
 	}
-	return true
+	return k.hasRoutes()
 }
 
 // remove implements kernel. If the next process of the edge uses the table already, or is about to, the table stays,
