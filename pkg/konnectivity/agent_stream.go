@@ -230,6 +230,7 @@ func (s *agentStream) receiveLoop() {
 			return
 		}
 		s.receive(&p)
+		s.endIfFlooded()
 	}
 }
 

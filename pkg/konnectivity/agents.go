@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net"
 	"slices"
 	"strconv"
@@ -15,6 +16,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/google/uuid"
+	"golang.org/x/time/rate"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials"
@@ -65,10 +67,11 @@ type Agents struct {
 	refusals tunnel.Limiter // limits log lines about refused agents
 
 	// mu is locked before the mutexes of the directory and of a mux.
-	mu       sync.Mutex                       // guards the following
-	addr     net.Addr                         // nil: not listening
-	stopping bool                             // Run's ctx is done: no new stream is registered
-	nodes    map[tunnel.NodeName][]*agentLink // live streams, oldest first
+	mu       sync.Mutex                        // guards the following
+	addr     net.Addr                          // nil: not listening
+	stopping bool                              // Run's ctx is done: no new stream is registered
+	nodes    map[tunnel.NodeName][]*agentLink  // live streams, oldest first
+	joins    map[tunnel.NodeName]*rate.Limiter // of nodes that have joined lately
 }
 
 var _ tunnel.Module = (*Agents)(nil)
@@ -90,6 +93,9 @@ const (
 	// maxStreamsPerNode bounds the streams of a node. An agent needs one; after a reconnect there may
 	// be lost streams that we have not yet noticed.
 	maxStreamsPerNode = 8
+	// A node may join joinRate times a second, and joinBurst times at once, as edges may. Each join writes to the log and
+	// the audit, and all replicas and front doors look at the nodes again.
+	joinRate, joinBurst = 2, 30
 )
 
 // NewAgents returns the module. It attaches its sessions to dir.
@@ -104,6 +110,7 @@ func NewAgents(cfg AgentsConfig, dir *tunnel.Directory) *Agents {
 			From: cfg.ProxyFrom, Key: "proxyfrom", Table: "[mode.cloud.egress]", Counters: cfg.Counters, Log: log,
 		}),
 		refusals: tunnel.Limiter{Every: time.Second, Burst: 10}, nodes: make(map[tunnel.NodeName][]*agentLink),
+		joins: make(map[tunnel.NodeName]*rate.Limiter),
 	}
 }
 
@@ -248,10 +255,10 @@ func newest(all []*agentLink) *agentLink {
 	return all[len(all)-1]
 }
 
-// attachLocked attaches l. The stream that was attached before continues to serve its conns. If an
+// attachLocked attaches l, unless it is attached. The stream that was attached before continues to serve its conns. If an
 // edge is attached, attachLocked ends l instead. The caller holds mu.
 func (a *Agents) attachLocked(l *agentLink) {
-	if !a.dir.AttachUnless(l.session, isEdge) {
+	if a.dir.Lookup(l.session.Node) != l.session && !a.dir.AttachUnless(l.session, isEdge) {
 		l.end(errEdgeJoined(l.session.Node))
 	}
 }
@@ -271,6 +278,10 @@ func (a *Agents) register(l *agentLink) error {
 	switch other := a.dir.Lookup(n); {
 	case a.stopping:
 		return status.Error(codes.Unavailable, "this replica is stopping")
+	case !a.mayJoinLocked(n):
+		a.cfg.Counters.Limited(tunnel.LimitJoins)
+		const text = "limit joins: node %s has joined more than %d times in a few seconds"
+		return status.Errorf(codes.ResourceExhausted, text, n, joinBurst)
 	case len(a.nodes[n]) >= maxStreamsPerNode:
 		a.cfg.Counters.Limited(tunnel.LimitAgentStreams)
 		const text = "limit agentstreams: node %s has %d streams here"
@@ -282,6 +293,17 @@ func (a *Agents) register(l *agentLink) error {
 	}
 	a.nodes[n] = append(a.nodes[n], l)
 	return nil
+}
+
+// mayJoinLocked counts a join of a node. It returns false if the node has joined too often. The caller holds mu.
+func (a *Agents) mayJoinLocked(n tunnel.NodeName) bool {
+	if len(a.joins) > 2*len(a.nodes)+maxStreamsPerNode {
+		maps.DeleteFunc(a.joins, func(_ tunnel.NodeName, l *rate.Limiter) bool { return l.Tokens() >= joinBurst })
+	}
+	if a.joins[n] == nil {
+		a.joins[n] = rate.NewLimiter(joinRate, joinBurst)
+	}
+	return a.joins[n].Allow()
 }
 
 // unregister removes a stream. If the stream was attached, another stream of the node takes over, see newest. If
@@ -314,6 +336,18 @@ func (a *Agents) drains(l *agentLink) {
 			a.attachLocked(stays)
 		}
 	}
+}
+
+// whyLost returns why the stream of an agent has ended, for an error of RecvMsg.
+func (a *Agents) whyLost(err error) error {
+	switch status.Code(err) {
+	case codes.ResourceExhausted: // gRPC has rejected a packet that is too long
+		a.cfg.Counters.Limited(tunnel.LimitMessage)
+	case codes.Internal: // the packet cannot be decoded
+	default:
+		return errors.New("the agent has gone")
+	}
+	return fmt.Errorf("the agent has sent what no agent sends: %w", err)
 }
 
 // agentService handles the streams of the gRPC server.

@@ -752,14 +752,97 @@ func TestAgentStreams(t *testing.T) {
 
 // An agent that makes us answer and does not read loses its stream.
 func TestAgentDoesNotRead(t *testing.T) {
-	r := newAgentsRig(t, nil)
-	s, _ := r.raw(t, "agentid", "n1", "authorization", "Bearer token of n1")
-	for s.SendMsg(&Packet{Type: PacketData, ConnID: 9, Data: []byte("x")}) == nil { // about 20,000 times
+	for what, packets := range map[string][]*Packet{
+		"data of no conn": {{Type: PacketData, ConnID: 9, Data: []byte("x")}},
+		// The cloud closes the conn of each answer, and the agent confirms that, so that the id is free again.
+		"answers to no dial": {{Type: PacketDialRsp, ConnID: 1}, {Type: PacketCloseRsp, ConnID: 1}},
+	} {
+		t.Run(what, func(t *testing.T) {
+			r := newAgentsRig(t, nil)
+			s, _ := r.raw(t, "agentid", "n1", "authorization", "Bearer token of n1")
+			var err error
+			for n := 0; err == nil; n++ { // about 20,000 times
+				if n == 1_000_000 {
+					t.Fatal("the queue grows without end")
+				}
+				err = s.SendMsg(packets[n%len(packets)])
+			}
+			if n := r.cfg.Counters.LimitedBy(tunnel.LimitOutbox); n != 1 {
+				t.Errorf("counted %d times", n)
+			}
+		})
 	}
-	if n := r.cfg.Counters.LimitedBy(tunnel.LimitOutbox); n != 1 {
+}
+
+// An agent that sends a packet that is too long, or none at all, is hung up on, and the log says why.
+func TestAgentSendsWhatNoAgentSends(t *testing.T) {
+	log, lines := testkit.NewLog()
+	r := newAgentsRig(t, func(c *AgentsConfig) { c.Log = log })
+	for what, p := range map[string]*Packet{
+		"larger than max": {Type: PacketData, ConnID: 9, Data: make([]byte, 2*maxAgentPacket)},
+		"unmarshal":       {Type: PacketDialReq, Protocol: strings.Repeat("x", 17)},
+	} {
+		s, _ := r.raw(t, "agentid", "n1", "authorization", "Bearer token of n1")
+		if err := s.SendMsg(p); err != nil {
+			t.Fatal(err)
+		}
+		if err := s.RecvMsg(new(Packet)); err == nil {
+			t.Error("the stream goes on")
+		}
+		testkit.Eventually(t, "the log has "+what, func() bool { return len(lines.Lines("INFO", what)) > 0 })
+	}
+	if n := r.cfg.Counters.LimitedBy(tunnel.LimitMessage); n != 1 {
 		t.Errorf("counted %d times", n)
 	}
 }
+
+// An agent that joins again and again is refused; other nodes are not.
+func TestAgentJoins(t *testing.T) {
+	r := newAgentsRig(t, nil)
+	join := func(node string) error {
+		s, hangUp := r.raw(t, "agentid", node, "authorization", "Bearer token of "+node)
+		defer hangUp()
+		if h, err := s.Header(); err == nil && len(h.Get("serverid")) == 1 {
+			return nil
+		}
+		return s.RecvMsg(new(Packet))
+	}
+	testkit.Within(t, time.Minute, "the node is refused", func() error {
+		if err := join("n1"); err == nil || status.Code(err) != codes.ResourceExhausted ||
+			!strings.Contains(err.Error(), "limit joins: ") {
+			return fmt.Errorf("the answer is %w", err)
+		}
+		return nil
+	})
+	if n := r.cfg.Counters.LimitedBy(tunnel.LimitJoins); n == 0 {
+		t.Error("not counted")
+	}
+	if err := join("n2"); err != nil {
+		t.Errorf("another node: %v", err)
+	}
+}
+
+// An address that no packet can carry is refused, and the stream goes on.
+func TestAgentGetsNoBadAddress(t *testing.T) {
+	r := newAgentsRig(t, nil)
+	s, _ := r.raw(t, "agentid", "n1", "authorization", "Bearer token of n1")
+	testkit.Eventually(t, "the agent joins", func() bool { return r.dir.Holds("n1") })
+	_, err := r.dir.Dial(t.Context(), tunnel.Request{Node: "n1", Network: "tcp", Addr: "\xff.x:80"})
+	if tunnel.CodeOf(err) != tunnel.Unreachable {
+		t.Errorf("the answer is %v", err)
+	}
+	go r.dir.Dial(t.Context(), tunnel.Request{Node: "n1", Network: "tcp", Addr: "good:80"}) //nolint:errcheck // no answer
+	var p Packet
+	if err := s.RecvMsg(&p); err != nil || p.Address != "good:80" {
+		t.Errorf("the agent gets %q, %v", p.Address, err)
+	}
+}
+
+// attachments counts the sessions that a directory attaches.
+type attachments struct{ n atomic.Int64 }
+
+func (a *attachments) Attached(*tunnel.Session) { a.n.Add(1) }
+func (a *attachments) Detached(*tunnel.Session) {}
 
 // A client certificate proves only the node that it names.
 func TestAgentByCertificate(t *testing.T) {
@@ -979,6 +1062,8 @@ func TestAgentDrainAnswers(t *testing.T) {
 // A stream that is about to end does not get the new conns of its node, if another one stays.
 func TestLeavingAgentIsNotAttached(t *testing.T) {
 	r := newAgentsRig(t, nil)
+	attached := new(attachments)
+	r.dir.Watcher = attached
 	join := func(streams int) grpc.ClientStream {
 		s, _ := r.raw(t, "agentid", "n1", "authorization", "Bearer token of n1")
 		if _, err := s.Header(); err != nil {
@@ -993,7 +1078,8 @@ func TestLeavingAgentIsNotAttached(t *testing.T) {
 	}
 	join(1)
 	stays := r.dir.Lookup("n1")
-	join(2).SendMsg(&Packet{Type: PacketDrain})
+	leaves := join(2)
+	leaves.SendMsg(&Packet{Type: PacketDrain})
 	r.Agents.mu.Lock()
 	second := r.Agents.nodes["n1"][1].session
 	r.Agents.mu.Unlock()
@@ -1001,6 +1087,17 @@ func TestLeavingAgentIsNotAttached(t *testing.T) {
 	time.Sleep(settleTime + settleTime/2)
 	if r.dir.Lookup("n1") != stays {
 		t.Error("new conns go to the agent that drains")
+	}
+	// More drains of it are no news for those who look at the nodes after each change.
+	for range 100 {
+		leaves.SendMsg(&Packet{Type: PacketDrain})
+	}
+	leaves.SendMsg(&Packet{Type: PacketData, ConnID: 9, Data: []byte("x")})
+	if err := leaves.RecvMsg(new(Packet)); err != nil { // the answer to the data, so the drains have been handled
+		t.Fatal(err)
+	}
+	if n := attached.n.Load(); n != 1 {
+		t.Errorf("%d sessions were attached, want the one that stays", n)
 	}
 }
 

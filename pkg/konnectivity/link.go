@@ -7,6 +7,7 @@ import (
 	"net"
 	"strings"
 	"sync"
+	"unicode/utf8"
 
 	"tunnel.example/tunnel/pkg/tunnel"
 )
@@ -68,6 +69,9 @@ func (l *agentLink) admitAndDial(ctx context.Context, r tunnel.Request) (conn *C
 	if r.Network != "tcp" {
 		const text = "node %s has joined as a konnectivity agent, which dials tcp only"
 		return nil, tunnel.Refusef(tunnel.Denied, text, r.Node)
+	}
+	if !utf8.ValidString(r.Addr) { // the packet could not be decoded, and a stock agent would end the stream
+		return nil, tunnel.Refusef(tunnel.Unreachable, "%q is not an address", tunnel.Printable(r.Addr))
 	}
 	if refusal := l.queue.Enter(ctx, l.ended, r); refusal != nil {
 		return nil, refusal
@@ -144,13 +148,14 @@ func (l *agentLink) receiveLoop() {
 	for {
 		var p Packet
 		if err := l.stream.RecvMsg(&p); err != nil {
-			l.end(errors.New("the agent has gone"))
+			l.end(l.agents.whyLost(err))
 			return
 		}
 		if err := l.receive(&p); err != nil {
 			l.end(err)
 			return
 		}
+		l.endIfFlooded()
 	}
 }
 

@@ -95,11 +95,18 @@ func (m *mux) guarded(f func()) func() {
 	}
 }
 
-// send queues a packet without data, and never blocks. If more than maxControl packets wait because the
-// peer does not read, send ends the mux.
+// send queues a packet without data, and never blocks.
 func (m *mux) send(p *Packet) {
 	m.mu.Lock()
 	m.sendLocked(p, nil)
+	m.mu.Unlock()
+	m.endIfFlooded()
+}
+
+// endIfFlooded ends the mux if more than maxControl packets wait because the peer does not read. Callers of sendLocked
+// must call it later: a peer may send many packets that each need an answer.
+func (m *mux) endIfFlooded() {
+	m.mu.Lock()
 	flood := m.err == nil && m.control > maxControl
 	m.mu.Unlock()
 	if flood {

@@ -178,8 +178,9 @@ func (p *Packet) decode(in mem.BufferSlice, pool mem.BufferPool) error {
 	return nil
 }
 
-// copiedData is the length below which decode copies data, in bytes: its memory may be a part of a frame of 16 KiB.
-const copiedData = 2 << 10
+// copiedData is the length below which decode copies data, in bytes. gRPC keeps a whole frame, of up to 16 KiB, as long
+// as a part of it is in use. So data hold at most twice the memory that the queues count.
+const copiedData = 8 << 10
 
 // body reads the payload of p, and reports whether it is well-formed.
 func (p *Packet) body(l payload, b []byte) bool {

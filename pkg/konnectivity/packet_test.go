@@ -137,6 +137,14 @@ func TestPacketSlice(t *testing.T) {
 	}
 }
 
+// puts counts the buffers that are given back.
+type puts struct {
+	mem.BufferPool
+	n int
+}
+
+func (p *puts) Put(*[]byte) { p.n++ }
+
 // A packet that is much longer than its data does not stay in memory: the queues count only the data.
 func TestPacketPadded(t *testing.T) {
 	pool := mem.DefaultBufferPool()
@@ -153,6 +161,20 @@ func TestPacketPadded(t *testing.T) {
 		}
 		p.Free()
 	}
+	// The packet may be a part of a frame of gRPC, which stays in memory as long as a part of it is in use.
+	wire := (&Packet{Type: PacketData, ConnID: 1, Data: make([]byte, 4<<10)}).encode(pool).Materialize()
+	freed, memory := &puts{BufferPool: pool}, make([]byte, 16<<10)
+	copy(memory, wire)
+	frame, rest := mem.SplitUnsafe(mem.NewBuffer(&memory, freed), len(wire))
+	rest.Free()
+	var p Packet
+	if err := p.decode(mem.BufferSlice{frame}, pool); err != nil || len(p.Data) != 4<<10 {
+		t.Fatalf("%d bytes, %v", len(p.Data), err)
+	}
+	if frame.Free(); freed.n != 1 {
+		t.Error("4 KiB of data hold a frame of 16 KiB")
+	}
+	p.Free()
 	long := (&Packet{Type: PacketDialReq, Protocol: strings.Repeat("x", 17)}).encode(pool).Materialize()
 	if err := new(Packet).decode(mem.BufferSlice{mem.SliceBuffer(long)}, pool); err == nil {
 		t.Error("a protocol of 17 bytes is accepted")
