@@ -255,8 +255,8 @@ func newest(all []*agentLink) *agentLink {
 	return all[len(all)-1]
 }
 
-// attachLocked attaches l, unless it is attached. The stream that was attached before continues to serve its conns. If an
-// edge is attached, attachLocked ends l instead. The caller holds mu.
+// attachLocked attaches l, unless it is attached. The stream that was attached before continues to serve its conns. If
+// an edge is attached, attachLocked ends l instead. The caller holds mu.
 func (a *Agents) attachLocked(l *agentLink) {
 	if a.dir.Lookup(l.session.Node) != l.session && !a.dir.AttachUnless(l.session, isEdge) {
 		l.end(errEdgeJoined(l.session.Node))

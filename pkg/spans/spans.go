@@ -97,10 +97,10 @@ func (e *Exporter) Start() {
 
 // Close sends the spans that wait, for two seconds at most. The error says how many it has given up.
 func (e *Exporter) Close() error {
+	lost := e.lost.Load()
 	e.close()
 	late := time.AfterFunc(drainTime, e.cancel)
 	defer late.Stop()
-	lost := e.lost.Load()
 	<-e.ended
 	e.cancel()
 	e.client.CloseIdleConnections()
