@@ -140,6 +140,16 @@ func joinFrom(network *rig.Network, ip net.IP, v *victim, node string) error {
 	return err
 }
 
+// joinsFrom returns a function that joins from an address, as each of the evil nodes in turn: a single node may not join
+// so often.
+func joinsFrom(network *rig.Network, ip net.IP, v *victim) func() error {
+	n := 0
+	return func() error {
+		n++
+		return joinFrom(network, ip, v, evils[n%len(evils)])
+	}
+}
+
 // getFrom asks the server at addr for a page, on a connection of its own.
 func getFrom(network *rig.Network, ip net.IP, addr, url string, conf *tls.Config) error {
 	transport := &http.Transport{TLSClientConfig: conf, DisableKeepAlives: true}
@@ -217,8 +227,7 @@ func TestHostileStrangers(t *testing.T) {
 		within        time.Duration
 		ask           func() error
 	}{
-		{"grpc", 16, 128, []string{"silent", "half a ClientHello"}, soon,
-			func() error { return joinFrom(nil, other, v, evils[0]) }},
+		{"grpc", 16, 128, []string{"silent", "half a ClientHello"}, soon, joinsFrom(nil, other, v)},
 		{"https", 4, 256, []string{"silent", "half a ClientHello"}, soon, func() error {
 			return getFrom(nil, other, v.Addr["https"], "https://"+rig.Node+"/", v.callerTLS(true))
 		}},
@@ -272,8 +281,10 @@ func TestHostilePrefix(t *testing.T) {
 			t.Log(cloud.Log())
 		}
 	}()
-	v := &victim{Addr: make(map[string]string),
-		Token: map[string]string{evils[0]: pair.Token(evils[0]).Reveal()}, Dir: pair.Path("")}
+	v := &victim{Addr: make(map[string]string), Token: make(map[string]string), Dir: pair.Path("")}
+	for _, node := range evils {
+		v.Token[node] = pair.Token(node).Reveal()
+	}
 	for door, at := range map[string]string{"grpc": pair.GRPC(), "health": pair.CloudHealth()} {
 		_, port, err := net.SplitHostPort(at)
 		if err != nil {
@@ -285,13 +296,14 @@ func TestHostilePrefix(t *testing.T) {
 		return getFrom(network, ips[0], v.Addr["health"], "http://cloud/healthz", nil)
 	}
 	testkit.Within(t, readyWithin, "the cloud is up", probe)
+	join := joinsFrom(network, ips[0], v)
 	for _, tc := range []struct {
 		door, begin string
 		within      time.Duration
 		ask         func() error
 	}{
-		{"grpc", "silent", soon, func() error { return joinFrom(network, ips[0], v, evils[0]) }},
-		{"grpc", "half a ClientHello", soon, func() error { return joinFrom(network, ips[0], v, evils[0]) }},
+		{"grpc", "silent", soon, join},
+		{"grpc", "half a ClientHello", soon, join},
 		{"health", "silent", probed, probe},
 		{"health", "half a header", probed, probe},
 	} {
