@@ -209,7 +209,7 @@ func (c *chooser) dial(ctx context.Context, addr string, o *opening, whenFull pa
 		for _, node := range connected {
 			r := tunnel.Request{
 				Node: node, Among: rules.among, Category: name, Network: "tcp", Addr: addr, Caller: o.caller, NoWait: true,
-				Chosen: &o.node, Trace: o.visit.Trace(),
+				ByPods: o.door == doorMirror, Chosen: &o.node, Trace: o.visit.Trace(),
 			}
 			conn, err := c.dialer.Dial(ctx, r)
 			if err == nil {

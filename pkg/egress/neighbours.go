@@ -33,8 +33,12 @@ const (
 	typeNeighbours = "neighbours"
 )
 
-// maxNeighbours bounds the neighbours in one message. If a node has more, those whose names sort last are left out.
-const maxNeighbours = 1024
+// maxNeighbours and maxNeighbourBytes bound the neighbours in one message, which a session takes up to 64 KiB. If a node
+// has more, those whose names sort last are left out.
+const (
+	maxNeighbours     = 1024
+	maxNeighbourBytes = 60 << 10
+)
 
 // The shortest prefix of a network in which a node can have neighbours, in bits.
 const (
@@ -62,6 +66,9 @@ func encodeNeighbours(all []Neighbour) []byte {
 		}
 		for _, p := range n.Networks {
 			one = protowire.AppendString(protowire.AppendTag(one, 2, protowire.BytesType), p.String())
+		}
+		if len(b)+len(one) > maxNeighbourBytes {
+			break
 		}
 		b = protowire.AppendBytes(protowire.AppendTag(b, 1, protowire.BytesType), one)
 	}

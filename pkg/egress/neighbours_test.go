@@ -96,6 +96,15 @@ func TestManyNeighbours(t *testing.T) {
 	if _, err := decodeNeighbours(encodeNeighbours(append(all, Neighbour{}))); err == nil {
 		t.Error("more neighbours than permitted are accepted")
 	}
+	// With both families, so many do not fit in a message. A longer one would end the session of each edge that asks.
+	for i := range all {
+		all[i].Addresses = append(all[i].Addresses, netip.MustParseAddr("2001:db8:1234:5678:9abc:def0:1234:5678"))
+		all[i].Networks = append(all[i].Networks, prefixes("10.244.0.0/24")...)
+	}
+	data := encodeNeighbours(all)
+	if some, err := decodeNeighbours(data); err != nil || len(some) < maxNeighbours/2 || len(data) > maxNeighbourBytes+100 {
+		t.Errorf("%d neighbours in %d bytes, %v", len(some), len(data), err)
+	}
 }
 
 // ended is a link whose session ends when done is closed.

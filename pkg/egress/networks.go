@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"slices"
 	"sync/atomic"
+	"time"
 
 	"google.golang.org/protobuf/encoding/protowire"
 
@@ -84,6 +85,11 @@ func (f *FrontDoor) announceNetworks(ctx context.Context) error {
 		select {
 		case <-sessionsChanged:
 		case <-reachChanged:
+		case <-ctx.Done():
+			return nil
+		}
+		select {
+		case <-time.After(settle): // many changes cost one look at all sessions
 		case <-ctx.Done():
 			return nil
 		}

@@ -48,7 +48,7 @@ const (
 func (f *FrontDoor) serveGRPC(ctx context.Context, ln net.Listener, callers *tls.Config) error {
 	conns, endConns := tunnel.Grace(ctx, f.grace)
 	defer endConns()
-	p := &proxies{door: f, conns: conns}
+	p := &proxies{door: f, conns: conns, callers: callers}
 	opts := []grpc.ServerOption{
 		grpc.ForceServerCodecV2(konnectivity.NewCodec()),
 		grpc.MaxRecvMsgSize(maxPacket),
@@ -85,6 +85,7 @@ func (f *FrontDoor) serveGRPC(ctx context.Context, ln net.Listener, callers *tls
 	})
 	err := server.Serve(ln)
 	if stop() { // Serve has failed before ctx was done
+		endConns()
 		server.Stop()
 	} else {
 		<-stopped
@@ -99,12 +100,16 @@ func (f *FrontDoor) serveGRPC(ctx context.Context, ln net.Listener, callers *tls
 type proxies struct {
 	door    *FrontDoor
 	conns   context.Context // context of the conns; it ends a grace period after the context of the front door
+	callers *tls.Config     // see listener.tls
 	working sync.WaitGroup  // goroutines that may block in gRPC until the stream's handler has returned
 }
 
 // handle handles one stream. It returns when the conn is over, or in order to end the stream: gRPC
 // then unblocks goroutines that wait for the client.
 func (p *proxies) handle(_ any, stream grpc.ServerStream) error {
+	if err := p.admits(stream.Context()); err != nil {
+		return err
+	}
 	s := &proxyStream{
 		stream: stream, working: &p.working, guard: p.door.guard,
 		afterDial: make(chan received, 1), over: make(chan struct{}), gap: newAnswerGap(),
@@ -131,6 +136,25 @@ func (p *proxies) handle(_ any, stream grpc.ServerStream) error {
 	}
 	s.gap.answered = time.Now()
 	return p.serve(s, o, target)
+}
+
+// admits returns an error if the caller may no longer call: the operator may have removed its name since the handshake.
+func (p *proxies) admits(ctx context.Context) error {
+	if p.callers == nil || p.callers.VerifyConnection == nil {
+		return nil
+	}
+	from, ok := peer.FromContext(ctx)
+	if !ok {
+		return nil
+	}
+	t, ok := from.AuthInfo.(credentials.TLSInfo)
+	if !ok {
+		return nil
+	}
+	if err := p.callers.VerifyConnection(t.State); err != nil {
+		return status.Error(codes.PermissionDenied, err.Error())
+	}
+	return nil
 }
 
 // serve splices the answered stream s with the conn to target. It returns when both have ended, or when
@@ -393,6 +417,16 @@ func (s *proxyStream) OnStop(f func()) {
 	s.readMu.Lock()
 	defer s.readMu.Unlock()
 	s.onStop = f
+}
+
+// OnReset makes f be called if the client leaves before either side has closed. The splice itself would notice that only
+// when it reads, and it does not read while the target takes no bytes.
+func (s *proxyStream) OnReset(f func()) {
+	context.AfterFunc(s.stream.Context(), func() {
+		if !s.isClosed() && !s.readClosed.Load() {
+			f()
+		}
+	})
 }
 
 func (s *proxyStream) stop() {

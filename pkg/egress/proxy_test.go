@@ -217,6 +217,79 @@ func TestProxyClientVanishes(t *testing.T) {
 	}
 }
 
+// fill sends data until the target, which reads nothing, takes no more.
+func (c *client) fill(id int64) {
+	c.t.Helper()
+	var sent atomic.Int64
+	go func() {
+		data := make([]byte, 64<<10)
+		for c.stream.SendMsg(&konnectivity.Packet{Type: konnectivity.PacketData, ConnID: id, Data: data}) == nil {
+			sent.Add(1)
+		}
+	}()
+	for before := int64(-1); before != sent.Load(); time.Sleep(time.Second) {
+		before = sent.Load()
+	}
+}
+
+// The conn of a client that vanishes ends, although its target takes no bytes.
+func TestProxyClientVanishesFromStalledTarget(t *testing.T) {
+	r := newRig(t)
+	c := r.client(t)
+	release := make(chan struct{})
+	defer close(release)
+	c.fill(c.dial(testkit.Serve(t, func(*net.TCPConn) { <-release })))
+	c.cancel()
+	testkit.Eventually(t, "the conn ends", func() bool { return r.door.metrics.inFlight[doorGRPC].conns.Load() == 0 })
+}
+
+// A listener that breaks ends the front door, also while a target takes no bytes.
+func TestProxyListenerBreaks(t *testing.T) {
+	r := newRig(t)
+	ln, err := net.Listen("unix", r.grpc+".other")
+	if err != nil {
+		t.Fatal(err)
+	}
+	served := make(chan error, 1) // capacity 1, so that the send never blocks
+	go func() { served <- r.door.serveGRPC(t.Context(), ln, nil) }()
+	other := &rig{grpc: r.grpc + ".other"}
+	c := other.client(t)
+	release := make(chan struct{})
+	defer close(release)
+	c.fill(c.dial(testkit.Serve(t, func(*net.TCPConn) { <-release })))
+	ln.Close()
+	select {
+	case err := <-served:
+		if err == nil {
+			t.Error("no error")
+		}
+	case <-time.After(time.Minute):
+		t.Error("the front door goes on")
+	}
+}
+
+// Conns of a twin's callers, which nobody authenticates, count as conns that any pod can cause.
+func TestTwinsCountForPods(t *testing.T) {
+	r := newRig(t)
+	echo := testkit.Serve(t, testkit.Echo)
+	twin := testkit.Serve(t, func(c *net.TCPConn) { r.door.Serve(t.Context(), c, echo) })
+	c, err := net.Dial("tcp", twin)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	c.Write([]byte("x"))
+	if _, err = io.ReadFull(c, make([]byte, 1)); err != nil {
+		t.Fatal(err)
+	}
+	r.client(t).dial(echo)
+	r.nodes.mu.Lock()
+	defer r.nodes.mu.Unlock()
+	if len(r.nodes.dialled) != 2 || r.nodes.byPods != 1 {
+		t.Errorf("%d of %d conns count as those of pods", r.nodes.byPods, len(r.nodes.dialled))
+	}
+}
+
 // packets is a stream whose client is the test. It detects concurrent calls of RecvMsg.
 type packets struct {
 	grpc.ServerStream

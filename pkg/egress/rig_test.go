@@ -32,6 +32,7 @@ type nodes struct {
 	reach map[tunnel.NodeName]konnectivity.Identifiers // of connected nodes
 	// dialled are the nodes that were dialled, in order; with " waits" if the dial may wait.
 	dialled []tunnel.NodeName
+	byPods  int // how many dials were for conns that any pod can cause
 	refuse  map[tunnel.NodeName]error
 	fault   bool          // dials panic
 	hang    chan struct{} // if set, a dial waits for the end of its context, and then closes hang
@@ -73,6 +74,9 @@ func (n *nodes) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 		n.dialled = append(n.dialled, r.Node+" waits")
 	} else {
 		n.dialled = append(n.dialled, r.Node)
+	}
+	if r.ByPods {
+		n.byPods++
 	}
 	refusal, hang, fault := n.refuse[r.Node], n.hang, n.fault
 	n.mu.Unlock()

@@ -4,6 +4,7 @@ import (
 	"context"
 	"net"
 	"net/netip"
+	"slices"
 
 	"tunnel.example/tunnel/pkg/konnectivity"
 	"tunnel.example/tunnel/pkg/tunnel"
@@ -73,7 +74,7 @@ func (c *chooser) elsewhere(e Endpoint) bool {
 	if err != nil || t == nil {
 		return true
 	}
-	for _, n := range append(t.host(host), t.narrowestNetwork(host)...) {
+	for _, n := range slices.Concat(t.host(host), t.narrowestNetwork(host)) {
 		if n != e.Node {
 			return true
 		}

@@ -18,7 +18,9 @@ import (
 	"time"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/status"
 
 	"tunnel.example/tunnel/internal/testkit"
 	"tunnel.example/tunnel/internal/testkit/testca"
@@ -32,6 +34,7 @@ import (
 type overTLS struct {
 	grpc, connect string // host:port
 	counters      *tunnel.Counters
+	removed       *atomic.Bool // callers may no longer call
 	caller        *tls.Config
 	stranger      *tls.Config // a caller with a certificate of another CA
 }
@@ -46,7 +49,7 @@ func newOverTLSTo(t *testing.T, dialer tunnel.Dialer, n *nodes) overTLS {
 	t.Helper()
 	ca, otherCA := testca.New(t, "callers"), testca.New(t, "callers")
 	pool := ca.Pool()
-	o := overTLS{counters: new(tunnel.Counters)}
+	o := overTLS{counters: new(tunnel.Counters), removed: new(atomic.Bool)}
 	for _, c := range []struct {
 		into **tls.Config
 		ca   testca.CA
@@ -62,6 +65,12 @@ func newOverTLSTo(t *testing.T, dialer tunnel.Dialer, n *nodes) overTLS {
 		TLS: &tls.Config{
 			Certificates: []tls.Certificate{ca.Pair(t, auth.Leaf{DNSNames: []string{"egress"}, Server: true})},
 			ClientCAs:    pool, ClientAuth: tls.RequireAndVerifyClientCert,
+			VerifyConnection: func(tls.ConnectionState) error {
+				if o.removed.Load() {
+					return errors.New("not in clientnames")
+				}
+				return nil
+			},
 		},
 	}, dialer, n, slog.New(slog.DiscardHandler))
 	if err != nil {
@@ -132,6 +141,38 @@ func TestCallersOverTLS(t *testing.T) {
 		if status, err := o.ask(conf, addr); err == nil {
 			t.Errorf("%s over HTTP: %s", name, status)
 		}
+	}
+}
+
+// A caller that the operator has removed opens no more conns, also on a connection that is open.
+func TestRemovedCaller(t *testing.T) {
+	o := newOverTLS(t)
+	addr := testkit.Serve(t, testkit.Echo)
+	cc, err := grpc.NewClient(o.grpc, grpc.WithTransportCredentials(credentials.NewTLS(o.caller)),
+		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(konnectivity.NewCodec())))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer cc.Close()
+	dial := func() error {
+		stream, err := cc.NewStream(t.Context(), &grpc.StreamDesc{ClientStreams: true, ServerStreams: true}, "/ProxyService/Proxy")
+		if err != nil {
+			return err
+		}
+		request := &konnectivity.Packet{Type: konnectivity.PacketDialReq, Protocol: "tcp", Address: addr}
+		stream.SendMsg(request) //nolint:errcheck // the answer says it
+		return stream.RecvMsg(new(konnectivity.Packet))
+	}
+	if err := dial(); err != nil {
+		t.Fatal(err)
+	}
+	o.removed.Store(true)
+	if err := dial(); status.Code(err) != codes.PermissionDenied {
+		t.Errorf("after its removal: %v", err)
+	}
+	o.removed.Store(false)
+	if err := dial(); err != nil {
+		t.Errorf("on the same connection: %v", err)
 	}
 }
 

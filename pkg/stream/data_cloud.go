@@ -325,7 +325,7 @@ func (s *cloudSession) dialOver(
 	waited := stop() // false: d was interrupted, or is about to be, so no other conn can use d
 	switch {
 	case waited && err == nil && data == nil:
-		if c = s.carry(m.Topic, r.Category, d); c != nil {
+		if c = s.carry(m.Topic, claimOf(r), d); c != nil {
 			return c, nil, false
 		}
 		refusal = s.gaveUp(ctx, r)
@@ -369,9 +369,9 @@ func (s *cloudSession) sendOpen(d *dataConn, m *tunnel.Message) (refused []byte,
 	return nil, fmt.Errorf("a frame of type %#x with %d bytes answers an open", typ, len(data))
 }
 
-// carry makes a conn over d for the open request of a category that the edge has answered on d. It returns nil
-// if the session has ended meanwhile.
-func (s *cloudSession) carry(name, category string, d *dataConn) *conn.Conn {
+// carry makes a conn over d for an open request that the edge has answered on d. It returns nil if the session has ended
+// meanwhile.
+func (s *cloudSession) carry(name string, counts claim, d *dataConn) *conn.Conn {
 	d.waitLong()
 	lease := d.LendAtCloud()
 	since := time.Now()
@@ -391,7 +391,7 @@ func (s *cloudSession) carry(name, category string, d *dataConn) *conn.Conn {
 		},
 		Gone: func() {
 			release := func() {
-				defer s.connOver(name, category, since)
+				defer s.connOver(name, counts, since)
 				give := func() error { return s.release(d, lease) }
 				if err := tunnel.Guard(s.log, s.counters, "the data connection ends", give); err != nil {
 					s.drop(d)
@@ -399,7 +399,7 @@ func (s *cloudSession) carry(name, category string, d *dataConn) *conn.Conn {
 			}
 			switch {
 			case c.Err() != nil:
-				s.connOver(name, category, since)
+				s.connOver(name, counts, since)
 			case lease.ReturnsAtOnce():
 				release()
 			default:

@@ -205,7 +205,8 @@ func (s *edgeSession) requestOf(m *tunnel.Message) (tunnel.Request, error) {
 	r := tunnel.Request{
 		Node: s.pub.Node, Category: m.Category, Network: open.GetNetwork(),
 		Addr: m.Addr, Caller: text(open.GetCaller()), Relayed: open.GetRelayed(), NoWait: open.GetNoWait(),
-		Trace: tunnel.ParseTraceContext(open.GetTraceparent(), ""),
+		ByPods: open.GetByPods(),
+		Trace:  tunnel.ParseTraceContext(open.GetTraceparent(), ""),
 	}
 	err := s.owner.as.addressed(&r, &open)
 	return r, err

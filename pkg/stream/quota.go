@@ -20,7 +20,7 @@ type quota struct {
 	node tunnel.NodeName // set once
 
 	queue                     tunnel.Queue  // limits the opens of the node
-	services                  tunnel.Queue  // of these opens, limits those of categoryServices
+	services                  tunnel.Queue  // of these opens, limits those that any pod can cause
 	messages, streams, frames *bucket       // limit what the edge sends in a second; see ownMessages
 	joins                     *rate.Limiter // limits the joins of the node while it has a session; see ownJoins
 	unanswered                atomic.Int64  // calls of Reach that the cloud has not answered; see maxUnanswered
@@ -108,8 +108,8 @@ func (q *quota) forget() {
 }
 
 // categoryServices is the category of opens for endpoints of Services, and of the conns that edges ask for (Reach). Any
-// pod can cause such conns, and may leave them idle. So they get at most half of a node's conns, and callers of front
-// doors find room.
+// pod can cause such conns, and those with tunnel.Request.ByPods, and may leave them idle. So they get at most half of a
+// node's conns, and other callers find room.
 const categoryServices = "services"
 
 // enter waits for room for an open, or for a Reach of the edge.
@@ -117,7 +117,7 @@ func (q *quota) enter(ctx context.Context, ended <-chan struct{}, r tunnel.Reque
 	if q == nil {
 		return nil
 	}
-	if r.Category != categoryServices {
+	if !claimOf(r).byPods {
 		return q.queue.Enter(ctx, ended, r)
 	}
 	if refusal := q.services.Enter(ctx, ended, r); refusal != nil {
@@ -154,13 +154,13 @@ func (q *quota) dialled(addr string, answered bool) {
 	}
 }
 
-// over ends the conn of an open of a category that enter let in, or the open itself if it failed.
-func (q *quota) over(category string) {
+// over ends the conn of an open that enter let in, or the open itself if it failed. byPods is that of the open's claim.
+func (q *quota) over(byPods bool) {
 	if q == nil {
 		return
 	}
 	q.queue.Over()
-	if category == categoryServices {
+	if byPods {
 		q.services.Over()
 	}
 }

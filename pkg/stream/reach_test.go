@@ -1028,10 +1028,15 @@ func TestShareOfServices(t *testing.T) {
 			c.Close()
 		}
 	}()
+	const byPods = "tcp by pods"
 	dial := func(node, category string) error {
-		c, err := r.dir.Dial(t.Context(), tunnel.Request{
+		request := tunnel.Request{
 			Node: tunnel.NodeName(node), Category: category, Network: "tcp", Addr: target, NoWait: true,
-		})
+		}
+		if category == byPods {
+			request.Category, request.ByPods = "tcp", true
+		}
+		c, err := r.dir.Dial(t.Context(), request)
 		if err == nil {
 			conns = append(conns, c)
 		}
@@ -1057,6 +1062,7 @@ func TestShareOfServices(t *testing.T) {
 		conns = append(conns, c)
 	}
 	wantOverloaded(t, dial("edge1", categoryServices), tunnel.LimitConns)
+	wantOverloaded(t, dial("edge1", byPods), tunnel.LimitConns)
 	if reach() == nil {
 		t.Error("a node may ask for more than half of its conns")
 	}
@@ -1071,7 +1077,7 @@ func TestShareOfServices(t *testing.T) {
 		tunnel.Reset(c)
 	}
 	conns = nil
-	r.eventually("there is room again", func() bool { return dial("edge1", categoryServices) == nil })
+	r.eventually("there is room again", func() bool { return dial("edge1", byPods) == nil })
 	if c, err := clients["edge2"].Reach(t.Context(), target); err != nil {
 		t.Error(err)
 	} else {

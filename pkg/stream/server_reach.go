@@ -77,7 +77,7 @@ func (s *cloudSession) reach(stream pb.Stream_ReachServer, cfg *ServerConfig, sp
 	stream.SendHeader(nil) //nolint:errcheck // the conn gets the error
 	// The handler must not wait for the splice: when the conn is aborted, only the end of the stream frees a sender.
 	go func() {
-		defer s.quota.over(categoryServices)
+		defer s.quota.over(true)
 		defer s.remove(topic)
 		s.guarded(func() {
 			received, sent, err := tunnel.Splice(splices, c, to)
@@ -126,7 +126,7 @@ func (s *cloudSession) dialReach(
 	defer func() { // deferred, because dial may panic
 		s.quota.dialled(target, to != nil || refusal != nil && refusal.Answered())
 		if to == nil {
-			s.quota.over(categoryServices)
+			s.quota.over(true)
 		}
 	}()
 	if refusal = s.register(topic, &serving{cancel}); refusal != nil {

@@ -140,6 +140,7 @@ func (r asReplica) equip(cs *cloudSession) {
 	cs.log = r.server.log.With("replica", r.id, "session", cs.pub.ID)
 	cs.router, cs.counters = r.server.replicaRouter, r.server.cfg.Replicas.Counters()
 	cs.maxConns = int64(r.server.cfg.Limits.relayed())
+	cs.share = &share{max: r.server.cfg.Limits.relayed()}
 }
 
 func (r asReplica) attach(cs *cloudSession, hello *pb.Hello) {

@@ -44,6 +44,7 @@ type cloudSession struct {
 	spareWait   time.Duration // the constant, except in tests
 
 	quota *quota // the node's quota; nil: no limits
+	share *share // for a session with another replica; nil: no limits
 
 	denials tunnel.Limiter // limits how often ReachSink is told of a target that the node may not reach
 
@@ -79,7 +80,7 @@ type pending struct {
 	settled atomic.Bool // true: one party has settled the request
 	result  chan opened // the settler sends exactly once; capacity 1, so that the send never waits
 
-	category string // the category of the request; set once
+	claim claim // what the conn counts for; set once
 }
 
 // opened is the result of an open request: either a conn or a refusal. Both are nil if a panic has ended the request.
@@ -140,14 +141,20 @@ func (s *cloudSession) dial(ctx context.Context, r tunnel.Request) (c *conn.Conn
 	if refusal != nil {
 		return nil, refusal
 	}
+	counts := claimOf(r)
+	if refusal = s.share.enter(counts); refusal != nil {
+		s.counters.Limited(tunnel.LimitConns)
+		return nil, refusal
+	}
 	if refusal = s.quota.enter(ctx, s.done, r); refusal != nil {
+		s.share.over(counts)
 		return nil, refusal
 	}
 	s.quota.allowAnswer()
 	defer func() { // deferred, because open may panic
 		s.quota.dialled(r.Addr, c != nil || refusal != nil && refusal.Answered())
 		if c == nil { // otherwise connOver calls over
-			s.quota.over(r.Category)
+			s.over(counts)
 		}
 	}()
 	return s.open(ctx, r)
@@ -159,6 +166,7 @@ func (s *cloudSession) open(ctx context.Context, r tunnel.Request) (*conn.Conn, 
 	m := &tunnel.Message{Category: r.Category, Type: tunnel.TypeOpen, Topic: uuid.NewString(), Addr: r.Addr}
 	open := &pb.Open{
 		Network: r.Network, Caller: text(r.Caller), Relayed: r.Relayed, NoWait: r.NoWait, Traceparent: r.Trace.Traceparent(),
+		ByPods: r.ByPods,
 	}
 	s.role.address(m, open, r)
 	m.Data = encode(open)
@@ -178,7 +186,7 @@ func (s *cloudSession) dialByControl(
 	ctx context.Context, r tunnel.Request, m *tunnel.Message,
 ) (*conn.Conn, *tunnel.Refusal) {
 	name := m.Topic
-	p := &pending{result: make(chan opened, 1), category: r.Category}
+	p := &pending{result: make(chan opened, 1), claim: claimOf(r)}
 	if refusal := s.add(name, p); refusal != nil {
 		return nil, refusal
 	}
@@ -258,7 +266,7 @@ func (s *cloudSession) connect(stream pb.Stream_ConnectServer) error {
 		return errGone
 	}
 	since := time.Now()
-	c := s.newConn(stream, name, true, func() { s.connOver(name, p.category, since) })
+	c := s.newConn(stream, name, true, func() { s.connOver(name, p.claim, since) })
 	if !s.promote(name, p, c) {
 		return errGone
 	}
@@ -309,15 +317,21 @@ func (s *cloudSession) promote(name string, p *pending, c *conn.Conn) bool {
 	return true
 }
 
-// connOver removes a conn of a category that is over and has no goroutine left. since is when the conn began.
-func (s *cloudSession) connOver(name, category string, since time.Time) {
+// connOver removes a conn that is over and has no goroutine left. since is when the conn began.
+func (s *cloudSession) connOver(name string, counts claim, since time.Time) {
 	if time.Since(since) < short {
 		s.mu.Lock()
 		s.shortConns.add()
 		s.mu.Unlock()
 	}
 	s.remove(name)
-	s.quota.over(category)
+	s.over(counts)
+}
+
+// over makes room for another conn.
+func (s *cloudSession) over(counts claim) {
+	s.quota.over(counts.byPods)
+	s.share.over(counts)
 }
 
 // short is the duration below which an ended conn counts in shortConns.

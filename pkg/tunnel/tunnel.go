@@ -108,6 +108,9 @@ type Request struct {
 	Caller   string   // the caller's address or name, for policy and for logs
 	Relayed  bool     // another replica has relayed this request; it must not be relayed again
 	NoWait   bool     // refuse instead of waiting for a limit (see Queue): the caller can try another node
+	// ByPods says that any pod can cause the conn, and leave it idle. Like conns of Services, such conns get at most half
+	// of a node's conns.
+	ByPods bool
 	// Chosen, if not nil, gets the name of the node that was asked last.
 	Chosen *NodeName
 	Trace  *TraceContext // context of the span that the dial belongs to; nil: not traced

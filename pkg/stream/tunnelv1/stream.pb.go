@@ -625,6 +625,7 @@ type Open struct {
 	Category      string `protobuf:"bytes,5,opt,name=category,proto3" json:"category,omitempty"`
 	NoWait        bool   `protobuf:"varint,6,opt,name=no_wait,json=noWait,proto3" json:"no_wait,omitempty"` // refuse it at once where it would wait for a limit: the caller can ask another node
 	Traceparent   string `protobuf:"bytes,7,opt,name=traceparent,proto3" json:"traceparent,omitempty"`      // of the span that the dial belongs to (W3C Trace Context); empty: it is not traced
+	ByPods        bool   `protobuf:"varint,8,opt,name=by_pods,json=byPods,proto3" json:"by_pods,omitempty"` // to a replica only: any pod can cause the conn, so it counts as one for a Service
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -706,6 +707,13 @@ func (x *Open) GetTraceparent() string {
 		return x.Traceparent
 	}
 	return ""
+}
+
+func (x *Open) GetByPods() bool {
+	if x != nil {
+		return x.ByPods
+	}
+	return false
 }
 
 // Nodes says which nodes the sending replica holds (type "nodes"). The first after a
@@ -1156,7 +1164,7 @@ const file_stream_proto_rawDesc = "" +
 	"\tHeartbeat\x12\x12\n" +
 	"\x04sent\x18\x01 \x01(\x03R\x04sent\x12\x1d\n" +
 	"\n" +
-	"round_trip\x18\x02 \x01(\x03R\troundTrip\"\xbd\x01\n" +
+	"round_trip\x18\x02 \x01(\x03R\troundTrip\"\xd6\x01\n" +
 	"\x04Open\x12\x18\n" +
 	"\anetwork\x18\x01 \x01(\tR\anetwork\x12\x16\n" +
 	"\x06caller\x18\x02 \x01(\tR\x06caller\x12\x18\n" +
@@ -1164,7 +1172,8 @@ const file_stream_proto_rawDesc = "" +
 	"\x04node\x18\x04 \x01(\tR\x04node\x12\x1a\n" +
 	"\bcategory\x18\x05 \x01(\tR\bcategory\x12\x17\n" +
 	"\ano_wait\x18\x06 \x01(\bR\x06noWait\x12 \n" +
-	"\vtraceparent\x18\a \x01(\tR\vtraceparent\"\x82\x01\n" +
+	"\vtraceparent\x18\a \x01(\tR\vtraceparent\x12\x17\n" +
+	"\aby_pods\x18\b \x01(\bR\x06byPods\"\x82\x01\n" +
 	"\x05Nodes\x12\x12\n" +
 	"\x04full\x18\x01 \x01(\bR\x04full\x12\x12\n" +
 	"\x04more\x18\x02 \x01(\bR\x04more\x12#\n" +
