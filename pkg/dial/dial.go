@@ -119,6 +119,9 @@ type Dialer struct {
 	// bad are the servers at which another program than the cloud has answered. They are tried only after all others
 	// have failed: such a program may be faster than the cloud at every attempt.
 	bad map[Server]bool
+	// taken are servers, as texts, and addresses that have led to a replica with which there is a session. The next
+	// session is with another replica, so they are tried after others.
+	taken map[string]bool
 }
 
 // New makes a Dialer.
@@ -248,7 +251,37 @@ func (d *Dialer) order() []Server {
 			order = append(order, s)
 		}
 	}
+	takenLast(order, func(s Server) bool { return d.taken[s.text] })
 	return order
+}
+
+// takenLast moves the elements that are taken behind the others.
+func takenLast[E any](all []E, taken func(E) bool) {
+	slices.SortStableFunc(all, func(a, b E) int {
+		switch {
+		case taken(a) == taken(b):
+			return 0
+		case taken(a):
+			return 1
+		}
+		return -1
+	})
+}
+
+// second notes that a connection to addr of s has led to a replica with which there is a session. Once that is so for
+// all servers, the next time may be different for each.
+func (d *Dialer) second(s Server, addr netip.Addr) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.taken == nil {
+		d.taken = make(map[string]bool)
+	}
+	d.taken[addr.String()] = true
+	if d.taken[s.text] = true; !slices.ContainsFunc(d.servers, func(s Server) bool { return !d.taken[s.text] }) {
+		for _, s := range d.servers {
+			delete(d.taken, s.text)
+		}
+	}
 }
 
 // reach connects to one server. The proxy is chosen each time, since its file may have changed.
@@ -301,6 +334,7 @@ func (d *Dialer) worked(s Server) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	delete(d.bad, s)
+	clear(d.taken)
 	if slices.Contains(d.servers, s) { // Prefer may have removed it
 		d.first, d.proven = s, true
 	}
@@ -341,6 +375,13 @@ func (c *Conn) Route() string {
 // Worked tells the dialer that the cloud has answered on this connection: the server is tried first from
 // now on.
 func (c *Conn) Worked() { c.dialer.worked(c.server) }
+
+// Second tells the dialer that the connection has led to a replica with which there is a session already. The next Dial
+// tries other servers and other addresses of the name first.
+func (c *Conn) Second() {
+	at, _ := netip.ParseAddrPort(c.RemoteAddr().String())
+	c.dialer.second(c.server, at.Addr().Unmap())
+}
 
 // Failed tells the dialer that another program than the cloud answers on this connection: the next server is
 // tried first from now on.
@@ -413,7 +454,11 @@ func (d *Dialer) lookUp(ctx context.Context, host string) ([]netip.Addr, error) 
 	if err != nil {
 		return nil, &net.OpError{Op: "dial", Net: "tcp", Err: err}
 	}
-	return interleave(ips), nil
+	ips = interleave(ips)
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	takenLast(ips, func(ip netip.Addr) bool { return d.taken[ip.String()] })
+	return ips, nil
 }
 
 // interleave orders addresses so that the families take turns. The resolver's first address stays first: it

@@ -1,6 +1,7 @@
 package dial
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"net"
@@ -16,6 +17,43 @@ import (
 )
 
 func TestMain(m *testing.M) { leaks.Main(m) }
+
+// After a connection has led to a replica that has a session already, other servers and other addresses come first.
+func TestSecond(t *testing.T) {
+	answers := map[string]time.Duration{"[::1]:1": 0, "[::2]:1": 0, "1.1.1.1:1": 0, "2.2.2.2:1": 0}
+	n := &fakeNet{takes: answers, names: map[string][]string{"a": {"::1", "::2", "1.1.1.1"}}}
+	for _, tt := range []struct{ servers, want []string }{
+		{[]string{"a:1"}, []string{"[::1]:1", "1.1.1.1:1", "[::2]:1", "[::1]:1"}},
+		{[]string{"1.1.1.1:1", "2.2.2.2:1"}, []string{"1.1.1.1:1", "2.2.2.2:1", "1.1.1.1:1", "2.2.2.2:1"}},
+		{[]string{"2.2.2.2:1", "a:1"}, []string{"2.2.2.2:1", "[::1]:1", "2.2.2.2:1", "1.1.1.1:1"}},
+	} {
+		d, err := New(Config{Servers: mustServers(t, tt.servers...), Connect: n.connect, LookUp: n.lookUp})
+		if err != nil {
+			t.Fatal(err)
+		}
+		dial := func() *Conn {
+			c, err := d.Dial(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			c.Close()
+			return c
+		}
+		for i, want := range tt.want {
+			c := dial()
+			if got := c.RemoteAddr().String(); got != want {
+				t.Errorf("%v: dial %d goes to %s, want %s", tt.servers, i, got, want)
+			}
+			c.Second()
+		}
+		dial().Worked()
+		first := dial()
+		first.Worked()
+		if again := dial(); again.RemoteAddr().String() != first.RemoteAddr().String() {
+			t.Errorf("%v: after a session by %s, the next dial goes to %s", tt.servers, first.RemoteAddr(), again.RemoteAddr())
+		}
+	}
+}
 
 // mustServers parses servers.
 func mustServers(t *testing.T, texts ...string) (all []Server) {
@@ -152,6 +190,7 @@ func TestHappyEyeballs(t *testing.T) {
 		to      string        // the connection that wins; "": none
 		takes   time.Duration // until then
 		dialed  []string
+		within  time.Duration // the time of Dial; 0: a minute
 	}{
 		{
 			name: "the first address answers", servers: []string{"a:1"},
@@ -189,6 +228,13 @@ func TestHappyEyeballs(t *testing.T) {
 			to:  "3.3.3.3:1", takes: serverDelay + time.Second, dialed: []string{"2.2.2.2:1", "3.3.3.3:1"},
 		},
 		{
+			name:    "many servers are silent, and the time is short",
+			servers: []string{"2.2.2.1:1", "2.2.2.2:1", "2.2.2.3:1", "2.2.2.4:1", "2.2.2.5:1", "2.2.2.6:1", "3.3.3.3:1"},
+			within:  9 * time.Second, net: &fakeNet{takes: map[string]time.Duration{"3.3.3.3:1": 2 * time.Second}},
+			to: "3.3.3.3:1", takes: 8 * time.Second, // each is tried a second after the one before
+			dialed: []string{"2.2.2.1:1", "2.2.2.2:1", "2.2.2.3:1", "2.2.2.4:1", "2.2.2.5:1", "2.2.2.6:1", "3.3.3.3:1"},
+		},
+		{
 			name: "a name without addresses", servers: []string{"nowhere:1", "3.3.3.3:1"},
 			net: &fakeNet{takes: map[string]time.Duration{"3.3.3.3:1": 0}},
 			to:  "3.3.3.3:1", dialed: []string{"3.3.3.3:1"},
@@ -214,7 +260,7 @@ func TestHappyEyeballs(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+				ctx, cancel := context.WithTimeout(t.Context(), cmp.Or(tt.within, time.Minute))
 				defer cancel()
 				began := time.Now()
 				c, err := d.Dial(ctx)

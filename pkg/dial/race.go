@@ -24,7 +24,8 @@ func (e raceError) Unwrap() []error { return e }
 
 // race calls try for 0 to n-1 and returns the first connection. It starts the next try when delay has passed
 // since the last start, or when a try has failed. It cancels the other tries, closes connections that come
-// too late, and returns after all tries have returned. If n is 1, its error is that of the try, else a raceError.
+// too late, and returns after all tries have returned. If the time of ctx would not suffice for that, the delay is
+// shorter, so that each try has a turn. If n is 1, its error is that of the try, else a raceError.
 func race[C net.Conn](
 	ctx context.Context, n int, delay time.Duration, try func(ctx context.Context, i int) (C, error),
 ) (won C, err error) {
@@ -32,6 +33,9 @@ func race[C net.Conn](
 		i    int
 		conn C
 		err  error
+	}
+	if end, ok := ctx.Deadline(); ok {
+		delay = min(delay, time.Until(end)/time.Duration(n+2)) // the last try has three times the delay
 	}
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()

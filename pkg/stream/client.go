@@ -298,6 +298,7 @@ func (c *Client) Run(ctx context.Context) error {
 	defer serving.Wait()
 	serving.Go(func() { c.followToken(ctx) })
 	var wait backoff
+	seconds := 0 // how often in a row the cloud has refused a second session with one replica
 	for {
 		err := c.wanted(ctx, &wait)
 		if ctx.Err() != nil {
@@ -308,6 +309,7 @@ func (c *Client) Run(ctx context.Context) error {
 			open := func() error { l, err = c.open(ctx); return err }
 			if err = tunnel.Guard(c.log, c.cfg.Counters, "there is no session", open); err == nil {
 				serving.Go(func() { c.serve(ctx, l) })
+				seconds = 0
 				continue
 			}
 		}
@@ -319,6 +321,8 @@ func (c *Client) Run(ctx context.Context) error {
 		}
 		d := wait.next(err, c.isMoving())
 		if isSecond(err) || errors.Is(err, ErrTwice) || errors.Is(err, ErrSelf) {
+			seconds++
+			d = c.afterSecond(seconds, d)
 			c.log.Debug("this address leads to a replica that has a session already; trying again",
 				"retry_in", d.Round(time.Millisecond))
 		} else {
@@ -327,8 +331,29 @@ func (c *Client) Run(ctx context.Context) error {
 		// The cloud would refuse the edge at another address of this machine as well.
 		if why := c.pause(ctx, d); why == hurryReplica || why == hurryRoute && !isRefusal(err) {
 			wait.Reset()
+			seconds = 0
 		}
 	}
+}
+
+// A balancer that chooses at random leads to another replica after a few attempts. After manySeconds attempts in a row
+// that all led to replicas with a session, the pauses grow up to secondMax.
+const (
+	manySeconds = 12
+	secondMax   = 5 * time.Minute
+)
+
+// afterSecond returns how long to wait after the n-th refusal in a row of a second session. d is how long the client
+// waits after other failures.
+func (c *Client) afterSecond(n int, d time.Duration) time.Duration {
+	if n < manySeconds || !c.cfg.All || c.isMoving() {
+		return d
+	}
+	if n == manySeconds {
+		c.log.Info(`the address leads again and again to replicas that have a session with this edge already, and never to ` +
+			`another one: with sessions = "all", nothing may tie an edge to one replica, such as sessionAffinity: ClientIP`)
+	}
+	return max(d, min(tunnel.BackoffMax<<min(n-manySeconds, 10), secondMax))
 }
 
 // logFailed logs that the client has no session, and will try again after d. A cloud may be away for days, so a

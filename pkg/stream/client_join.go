@@ -325,13 +325,15 @@ func issuer(err error) string {
 }
 
 // noteRoute tells the dialer whether a connection has led to the cloud. err is why the join failed; nil: it did not.
-// After a refusal the server counts as working, since the cloud has answered; so it does if the cloud refuses a second
-// session. After another failure behind the TLS handshake, the order of the servers stays: a replica that stops, or
+// After a refusal the server counts as working, since the cloud has answered. If the cloud refuses a second session, the
+// dialer tries others first. After another failure behind the TLS handshake, the order of the servers stays: a replica that stops, or
 // that cannot check who joins, is still the cloud.
 func noteRoute(route *dial.Conn, h *handshake, err error) {
 	switch {
 	case route == nil:
-	case err == nil, isRefusal(err), isSecond(err), errors.Is(err, ErrTwice):
+	case isSecond(err), errors.Is(err, ErrTwice):
+		route.Second()
+	case err == nil, isRefusal(err):
 		route.Worked()
 	case !errors.Is(err, context.Canceled) && !h.done.Load():
 		route.Failed()
