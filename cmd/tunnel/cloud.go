@@ -225,7 +225,8 @@ func wireCloud(c *conf.Cloud, log *slog.Logger, at place) (*cloudWiring, error) 
 	w.addMirror()
 	w.collectors = append(w.collectors, admin.NewDoorCollector(w.counters))
 	if w.peers != nil {
-		w.collectors = append(w.collectors, admin.NewRelayCollector(w.relayed, w.peers.Replicas))
+		joined := func() int { return len(w.peers.Joined()) } // also replicas that are about to stop
+		w.collectors = append(w.collectors, admin.NewRelayCollector(w.relayed, joined))
 	}
 	if c.Server.ChannelzAddr != "" {
 		channelz := admin.NewChannelz(c.Server.ChannelzAddr, log)

@@ -36,7 +36,7 @@ type AgentsConfig struct {
 	ProxyFrom auth.Sources       // balancers that send a PROXY header; see package balancer
 	TLS       *tls.Config        // our certificate
 	Auth      auth.Authenticator // who may join as which node
-	Replicas  func() int         // how many other replicas of this cloud there are; nil: none
+	Replicas  func() int         // how many other replicas of this cloud take agents; nil: none
 	Conns     int                // the most conns of a node at once; 0: no bound
 	Dials     int                // the most unanswered dials of a node; 0: no bound
 

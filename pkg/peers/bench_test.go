@@ -110,7 +110,7 @@ func take(b *testing.B, p *Peers, from *tunnel.Session, all []*tunnel.Message) {
 		if err := proto.Unmarshal(m.Data, &news); err != nil {
 			b.Fatal(err)
 		}
-		if err := p.Learn(from, &news); err != nil {
+		if _, err := p.Learn(from, &news); err != nil {
 			b.Fatal(err)
 		}
 	}

@@ -277,7 +277,7 @@ func TestChangeBeforeTheWhole(t *testing.T) {
 	p, from := newFleet(t, 1)[0].peers, new(tunnel.Session)
 	p.Attach(uuid.NewString(), nil, from)
 	t.Cleanup(func() { p.Detach(from) })
-	if err := p.Learn(from, &pb.Nodes{Held: []*pb.Held{{Node: "edge1"}}}); err == nil {
+	if _, err := p.Learn(from, &pb.Nodes{Held: []*pb.Held{{Node: "edge1"}}}); err == nil {
 		t.Error("a change of nothing is taken")
 	}
 }

@@ -146,13 +146,13 @@ func post(s *tunnel.Session, news *pb.Nodes, full bool) {
 const longestInstance = 512
 
 // Learn implements stream.Replicas.
-func (p *Peers) Learn(from *tunnel.Session, news *pb.Nodes) error {
+func (p *Peers) Learn(from *tunnel.Session, news *pb.Nodes) (bool, error) {
 	now := time.Now()
 	claims := make(map[tunnel.NodeName]held, len(news.GetHeld()))
 	for _, h := range news.GetHeld() {
 		n, err := tunnel.ParseNodeName(h.GetNode())
 		if err != nil {
-			return fmt.Errorf("nodes: %w", err)
+			return false, fmt.Errorf("nodes: %w", err)
 		}
 		age := time.Duration(min(h.GetAgeMs(), uint64((1<<62)/time.Millisecond))) * time.Millisecond
 		instance := h.GetInstance()
@@ -161,30 +161,34 @@ func (p *Peers) Learn(from *tunnel.Session, news *pb.Nodes) error {
 			services: h.GetServices(),
 		}
 	}
-	if err := p.learn(from, news, claims); err != nil {
-		return err
+	changed, err := p.learn(from, news, claims)
+	if err != nil {
+		return false, err
 	}
 	for n, claim := range claims {
 		p.yield(n, claim)
 		p.dir.Unexpect(n)
 	}
-	return nil
+	return changed, nil
 }
 
-// learn stores what one message of another replica says about the nodes that it holds.
-func (p *Peers) learn(from *tunnel.Session, news *pb.Nodes, claims map[tunnel.NodeName]held) error {
+// learn stores what one message of another replica says: which nodes it holds, and whether it is about to stop. learn
+// reports whether the message changes what Staying returns.
+func (p *Peers) learn(
+	from *tunnel.Session, news *pb.Nodes, claims map[tunnel.NodeName]held,
+) (changed bool, err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	r := p.ofLocked(from)
 	if r == nil {
-		return nil // the replica has opened a newer session, by which it tells all nodes again
+		return false, nil // the replica has opened a newer session, by which it tells all nodes again
 	}
 	if news.GetFull() {
 		r.coming = make(map[tunnel.NodeName]held, len(claims))
 	}
 	into := r.nodes
 	if into == nil && r.coming == nil {
-		return errors.New("nodes: a change came before the full list")
+		return false, errors.New("nodes: a change came before the full list")
 	}
 	if r.coming != nil {
 		into = r.coming
@@ -193,9 +197,10 @@ func (p *Peers) learn(from *tunnel.Session, news *pb.Nodes, claims map[tunnel.No
 	for _, n := range news.GetGone() {
 		delete(into, tunnel.NodeName(n))
 	}
+	changed = r.leaves != news.GetLeaving()
 	r.leaves = news.GetLeaving()
 	if news.GetMore() {
-		return nil
+		return changed, nil
 	}
 	if r.coming != nil {
 		p.log.Info("another replica has sent its list of nodes",
@@ -203,7 +208,7 @@ func (p *Peers) learn(from *tunnel.Session, news *pb.Nodes, claims map[tunnel.No
 		r.nodes, r.coming = r.coming, nil
 	}
 	p.changed.Notify()
-	return nil
+	return changed, nil
 }
 
 // yield ends this replica's session of a node if another process has joined as the node at another

@@ -367,12 +367,9 @@ func (p *Peers) Status() string {
 	return fmt.Sprintf("%d others joined, %d have joined here", len(p.joined), p.hereLocked())
 }
 
-// Replicas returns how many other replicas have joined here.
-func (p *Peers) Replicas() int {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.hereLocked()
-}
+// Replicas returns how many other replicas take edges and konnectivity agents: the replicas that have joined here and
+// are not about to stop.
+func (p *Peers) Replicas() int { return len(p.Staying()) }
 
 // hereLocked counts the replicas that have joined here. The caller holds mu.
 func (p *Peers) hereLocked() int {

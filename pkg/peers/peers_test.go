@@ -111,7 +111,7 @@ func TestOpenWaitsAtItsOwnReplica(t *testing.T) {
 	p, link := benchPeers()
 	own, other := new(limited), new(limited)
 	link.Dialer = other
-	if err := p.Learn(link, &pb.Nodes{Held: []*pb.Held{heldBy(0)}, Full: true}); err != nil {
+	if _, err := p.Learn(link, &pb.Nodes{Held: []*pb.Held{heldBy(0)}, Full: true}); err != nil {
 		t.Fatal(err)
 	}
 	node := tunnel.NodeName(heldBy(0).GetNode())
@@ -129,7 +129,7 @@ func TestExpectedElsewhere(t *testing.T) {
 	p, link := benchPeers()
 	moved := tunnel.NodeName(heldBy(0).GetNode())
 	p.dir.Expect([]tunnel.NodeName{moved, "gone"}, time.Now().Add(time.Hour))
-	if err := p.Learn(link, &pb.Nodes{Held: []*pb.Held{heldBy(0)}, Full: true}); err != nil {
+	if _, err := p.Learn(link, &pb.Nodes{Held: []*pb.Held{heldBy(0)}, Full: true}); err != nil {
 		t.Fatal(err)
 	}
 	if p.dir.Missing() != 1 || p.dir.Holds(moved) {

@@ -17,7 +17,7 @@ type replica struct {
 	addrs  []netip.Addr    // its addresses for clients, at most two
 	nodes  map[tunnel.NodeName]held
 	coming map[tunnel.NodeName]held // the next full list of nodes, of which messages are still missing; nil: none
-	leaves bool                     // the replica is about to stop: names should not lead to it
+	leaves bool                     // the replica is about to stop: no edge and no name should lead to it
 }
 
 // ID implements stream.Replicas.
@@ -33,6 +33,19 @@ func (p *Peers) Joined() []string {
 	var ids []string
 	for id, r := range p.replicas {
 		if r.link != nil {
+			ids = append(ids, id)
+		}
+	}
+	return ids
+}
+
+// Staying implements stream.Replicas.
+func (p *Peers) Staying() []string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	var ids []string
+	for id, r := range p.replicas {
+		if r.link != nil && !r.leaves {
 			ids = append(ids, id)
 		}
 	}

@@ -27,9 +27,10 @@ import (
 // others is as much of pkg/peers as these tests need: it lets every replica in, and keeps their
 // sessions.
 type others struct {
-	id    string
-	count tunnel.Counters
-	learn func(*pb.Nodes) // nil: it does not matter
+	id      string
+	count   tunnel.Counters
+	learn   func(*pb.Nodes) // nil: it does not matter
+	changed bool            // what Learn reports
 
 	mu       sync.Mutex                 // guards the following
 	sessions map[string]*tunnel.Session // by the id of the replica
@@ -72,11 +73,13 @@ func (o *others) Joined() (ids []string) {
 	return ids
 }
 
-func (o *others) Learn(_ *tunnel.Session, news *pb.Nodes) error {
+func (o *others) Staying() []string { return o.Joined() }
+
+func (o *others) Learn(_ *tunnel.Session, news *pb.Nodes) (changed bool, err error) {
 	if o.learn != nil {
 		o.learn(news)
 	}
-	return nil
+	return o.changed, nil
 }
 
 // replicaRig is a rig whose cloud is one replica of several.
@@ -246,6 +249,45 @@ func TestEdgesHearTheNewest(t *testing.T) {
 	}
 }
 
+// A replica that leaves tells its edges so before it asks them to move: they must not look for it.
+func TestLeavingReplicaIsNotInTheList(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		o := &others{id: uuid.NewString()}
+		other := uuid.NewString()
+		o.Attach(other, nil, new(tunnel.Session))
+		r := newRigOn(t, newMemNet(), func(c *ServerConfig) { c.Replicas = o })
+		edge := &told{}
+		r.dir.Attach(&tunnel.Session{Node: "edge1", Since: time.Now(), Link: edge})
+		r.server.Leave(t.Context())
+		for what, m := range map[string]*tunnel.Message{
+			"an edge that has a session": edge.last.Load(), "an edge that was joining": r.server.replicas(),
+		} {
+			var list pb.Replicas
+			if m == nil || proto.Unmarshal(m.Data, &list) != nil || !slices.Equal(list.GetInstances(), []string{other}) {
+				t.Errorf("%s is told of %v, want the other replica alone", what, &list)
+			}
+		}
+	})
+}
+
+// A replica that says that it is about to stop is at once out of the list that edges get.
+func TestEdgesHearOfALeavingReplica(t *testing.T) {
+	for _, changed := range []bool{true, false} {
+		r := newFleet(t, 1)[0]
+		r.others.changed = changed
+		edge := &told{}
+		r.dir.Attach(&tunnel.Session{Node: "edge1", Since: time.Now(), Link: edge})
+		cs := &cloudSession{}
+		cs.pub = new(tunnel.Session)
+		if err := r.server.learn(cs, NodesMessage(&pb.Nodes{Leaving: true})); err != nil {
+			t.Fatal(err)
+		}
+		if heard := edge.n.Load() == 1; heard != changed {
+			t.Errorf("the message changes the list: %t; the edge gets a list: %t", changed, heard)
+		}
+	}
+}
+
 // What edges claim is passed on to other replicas, so its length is bounded.
 func TestOddClaims(t *testing.T) {
 	all := newFleet(t, 1)
@@ -277,6 +319,7 @@ func TestLeaveIsPartOfTheGracePeriod(t *testing.T) {
 }
 
 // A stop during a drain waits for the drain, and then has the rest of its own grace period. A later stop has all of it.
+// The server waits although the other replica leaves, too: a replica may start meanwhile.
 func TestLeaveTwice(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		r := newRigOn(t, newMemNet(), func(c *ServerConfig) {
@@ -390,7 +433,8 @@ func (o leavingOthers) ID() string {
 	return o.others.ID()
 }
 
-func (leavingOthers) Joined() []string { return []string{"another replica"} }
+func (leavingOthers) Joined() []string  { return []string{"another replica"} }
+func (leavingOthers) Staying() []string { return nil } // the other replica is about to stop, too
 
 // slowOthers never have the nodes of the server that leaves.
 type slowOthers struct{ leavingOthers }

@@ -348,9 +348,10 @@ func (s *Server) requestsCertificates() bool { return s.cfg.Certificates || s.cf
 // call. From then on no edge may join this replica. Leave asks connected edges to open a session with another replica.
 // The DNS names of nodes then lead to other replicas. Leave returns when every edge has such a session, but not before
 // leaveFirst and not after leaveLast. Within leaveFirst, load balancers and clients of DNS see the change. Front doors
-// should serve until Leave returns. If no other replica has joined this one, Leave does nothing.
+// should serve until Leave returns. If no other replica has joined this one, Leave does nothing. A replica that is also
+// about to stop counts as joined: while both wait, a replica that starts may take their edges.
 func (s *Server) Leave(ctx context.Context) {
-	if s.Alone() && !tunnel.IsClosed(s.leaving) {
+	if (s.cfg.Replicas == nil || len(s.cfg.Replicas.Joined()) == 0) && !tunnel.IsClosed(s.leaving) {
 		return
 	}
 	if !s.leaves() {
@@ -363,6 +364,7 @@ func (s *Server) Leave(ctx context.Context) {
 	defer close(s.left)
 	s.cfg.Replicas.Leave()
 	s.log.Info("leaving: the other replicas take over", "dur", leaveFirst)
+	s.announce() // before the edges are asked to move, so that none of them looks for this replica
 	for _, cs := range s.allLive() {
 		cs.role.leave(cs)
 	}
@@ -407,8 +409,8 @@ func (s *Server) Stay(nodes []tunnel.NodeName) {
 	s.dir.Expect(nodes, time.Now().Add(leaveLast))
 }
 
-// Alone reports whether no other replica could take the edges.
-func (s *Server) Alone() bool { return s.cfg.Replicas == nil || len(s.cfg.Replicas.Joined()) == 0 }
+// Alone reports whether no other replica could take the edges. A replica that is about to stop takes no edges.
+func (s *Server) Alone() bool { return s.cfg.Replicas == nil || len(s.cfg.Replicas.Staying()) == 0 }
 
 // stop ends gRPC servers, after the Server has told every session to end. If edges do not close their
 // connections within a second, stop closes the connections. It also closes those of strangers: gRPC would wait for

@@ -29,10 +29,13 @@ type Replicas interface {
 	Detach(s *tunnel.Session) bool
 	// Joined returns the ids of the replicas whose sessions are attached.
 	Joined() []string
+	// Staying returns the ids of those replicas of Joined that are not about to stop. Only these replicas take edges.
+	Staying() []string
 	// Learn takes a message about nodes that has come by s, the session of another replica. An
 	// error ends s. If a node has joined at the other replica, and later than at this one, Learn
-	// ends the node's session with this replica ([ErrJoinedElsewhere]).
-	Learn(s *tunnel.Session, news *pb.Nodes) error
+	// ends the node's session with this replica ([ErrJoinedElsewhere]). Learn reports whether the message
+	// changes what Staying returns.
+	Learn(s *tunnel.Session, news *pb.Nodes) (changed bool, err error)
 	// Leave tells the other replicas that this replica is about to stop.
 	Leave()
 	// NodesMoved waits until other replicas hold every node of this replica, or ctx is done. It
@@ -70,16 +73,24 @@ func (s *Server) learn(from *cloudSession, m *tunnel.Message) error {
 	if err := proto.Unmarshal(m.Data, &news); err != nil {
 		return fmt.Errorf("nodes: %w", err)
 	}
-	return s.cfg.Replicas.Learn(from.pub, &news)
+	changed, err := s.cfg.Replicas.Learn(from.pub, &news)
+	if changed {
+		s.announce()
+	}
+	return err
 }
 
-// replicas returns a message that tells an edge which replicas there are.
+// replicas returns a message that tells an edge which replicas take edges. An edge with ClientConfig.All dials until
+// it has a session with each of them.
 func (s *Server) replicas() *tunnel.Message {
-	all := append([]string{s.cfg.Replicas.ID()}, s.cfg.Replicas.Joined()...)
+	all := s.cfg.Replicas.Staying()
+	if !tunnel.IsClosed(s.leaving) {
+		all = append([]string{s.cfg.Replicas.ID()}, all...)
+	}
 	return message(typeReplicas, "", &pb.Replicas{Instances: all[:min(len(all), maxReplicas)]})
 }
 
-// welcome tells a newly attached edge which replicas there are, unless this replica is configured
+// welcome tells a newly attached edge which replicas take edges, unless this replica is configured
 // without others.
 func (s *Server) welcome(cs *cloudSession) {
 	if s.cfg.Replicas == nil {
@@ -90,7 +101,7 @@ func (s *Server) welcome(cs *cloudSession) {
 	cs.post(s.replicas())
 }
 
-// announce tells all edges of this replica which replicas there are.
+// announce tells all edges of this replica which replicas take edges.
 func (s *Server) announce() {
 	s.telling.Lock()
 	defer s.telling.Unlock()

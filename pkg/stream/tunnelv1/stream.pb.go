@@ -962,7 +962,7 @@ func (x *Renew) GetWithinSeconds() uint32 {
 	return 0
 }
 
-// Replicas tells an edge the instances of all replicas (type "replicas").
+// Replicas tells an edge the instances of the replicas that take edges (type "replicas").
 type Replicas struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Instances     []string               `protobuf:"bytes,1,rep,name=instances,proto3" json:"instances,omitempty"`
