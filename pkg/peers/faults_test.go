@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"net/netip"
 	"slices"
 	"strings"
 	"sync"
@@ -269,6 +270,64 @@ func TestAgentElsewhere(t *testing.T) {
 	p.yield("edge1", edge)
 	if !tunnel.IsClosed(s.Done()) {
 		t.Error("another edge does not end the session")
+	}
+}
+
+// A name leads to a connected replica rather than to a lost replica. Otherwise the later session decides. A name leads
+// to a replica that is about to stop only if no replica stays.
+func TestWhereNamesLead(t *testing.T) {
+	addr := func(i int) []netip.Addr { return []netip.Addr{clientAddr(i)} }
+	const self, early, late = 0, 1, 2 // of the two other replicas, the second has the later session
+	type state struct{ lost, stops, noAddrs bool }
+	for _, test := range []struct {
+		what          string
+		stops         bool // this replica is about to stop
+		first, second state
+		want          int
+	}{
+		{what: "both are connected", want: late},
+		{what: "the one with the later session is lost", second: state{lost: true}, want: early},
+		{what: "the one with the earlier session is lost", first: state{lost: true}, want: late},
+		{what: "both are lost", first: state{lost: true}, second: state{lost: true}, want: late},
+		{what: "the holder stops", second: state{stops: true}, want: self},
+		{what: "the holder stops, and so does this replica", stops: true, second: state{stops: true}, want: early},
+		{what: "the holder has no addresses", second: state{noAddrs: true}, want: self},
+		{what: "it has none, and this replica stops", stops: true, second: state{noAddrs: true}, want: early},
+		{what: "all stop", stops: true, first: state{stops: true}, second: state{stops: true}, want: self},
+		{
+			what: "the one that is connected has no addresses", first: state{noAddrs: true}, second: state{lost: true},
+			want: self,
+		},
+	} {
+		p := &Peers{
+			cfg: Config{Addrs: addr(self)}, dir: new(tunnel.Directory), left: make(chan struct{}),
+			replicas: make(map[string]*replica),
+		}
+		if test.stops {
+			close(p.left)
+		}
+		for i, s := range map[int]state{early: test.first, late: test.second} {
+			h := held{since: time.Now().Add(time.Duration(i) * time.Minute), instance: uuid.NewString()}
+			r := &replica{id: uuid.NewString(), leaves: s.stops, nodes: map[tunnel.NodeName]held{"edge1": h}}
+			if !s.lost {
+				r.link = new(tunnel.Session)
+			}
+			if !s.noAddrs {
+				r.addrs = addr(i)
+			}
+			p.replicas[r.id] = r
+		}
+		for range 20 { // the order of a map is random
+			if got := p.Addrs("edge1"); !slices.Equal(got, addr(test.want)) {
+				t.Fatalf("%s: the name leads to %v, want %v", test.what, got, addr(test.want))
+			}
+			if got := p.All()["edge1"]; !slices.Equal(got, addr(test.want)) {
+				t.Fatalf("%s: among all names, the name leads to %v, want %v", test.what, got, addr(test.want))
+			}
+		}
+		if got := p.Addrs("edge2"); got != nil {
+			t.Errorf("%s: a name that no replica holds leads to %v", test.what, got)
+		}
 	}
 }
 

@@ -349,21 +349,44 @@ func (p *Peers) Addrs(n tunnel.NodeName) []netip.Addr {
 	if p.dir.Holds(n) {
 		return p.ownLocked()
 	}
-	var best held
-	var addrs []netip.Addr
-	for _, r := range p.replicas { // includes lost replicas, since one may soon come back
-		if h, ok := r.nodes[n]; ok && (addrs == nil || h.before(best)) {
-			best, addrs = h, p.reach(r)
+	var best holding
+	for _, r := range p.replicas {
+		h, ok := r.nodes[n]
+		if this := (holding{r, h}); ok && this.before(best) {
+			best = this
 		}
 	}
-	return addrs
+	if best.replica == nil {
+		return nil
+	}
+	return p.addrsOfLocked(best.replica)
 }
 
-// reach returns the addresses that lead to the nodes of r: the addresses of r itself. If r has told
-// none or is about to stop, they are the addresses of this replica, which relays.
-func (p *Peers) reach(r *replica) []netip.Addr {
+// holding is a session of a node with a replica to which the node's name may lead. The replica may be lost, since it
+// may soon come back.
+type holding struct {
+	replica *replica // nil: there is no session
+	held    held
+}
+
+// before reports whether the name of the node leads to h rather than to other. A connected replica precedes a lost one.
+// Of two connected or two lost replicas, the session decides.
+func (h holding) before(other holding) bool {
+	if other.replica == nil {
+		return true
+	}
+	if connected := h.replica.link != nil; connected != (other.replica.link != nil) {
+		return connected
+	}
+	return h.held.before(other.held)
+}
+
+// addrsOfLocked returns the addresses that lead to the nodes of r: the addresses of r itself. If r has told none or is
+// about to stop, they are the addresses that lead to this replica's own nodes, since a replica with these addresses
+// relays. The caller holds mu.
+func (p *Peers) addrsOfLocked(r *replica) []netip.Addr {
 	if len(r.addrs) == 0 || r.leaves {
-		return p.cfg.Addrs
+		return p.ownLocked()
 	}
 	return r.addrs
 }
@@ -389,12 +412,13 @@ func (p *Peers) ownLocked() []netip.Addr {
 // All returns the addresses that lead to each node that any replica holds.
 func (p *Peers) All() map[tunnel.NodeName][]netip.Addr {
 	all := make(map[tunnel.NodeName][]netip.Addr)
-	best := make(map[tunnel.NodeName]held)
+	best := make(map[tunnel.NodeName]holding)
 	p.mu.Lock()
 	for _, r := range p.replicas {
+		addrs := p.addrsOfLocked(r)
 		for n, h := range r.nodes {
-			if b, ok := best[n]; !ok || h.before(b) {
-				best[n], all[n] = h, p.reach(r)
+			if this := (holding{r, h}); this.before(best[n]) {
+				best[n], all[n] = this, addrs
 			}
 		}
 	}
