@@ -2,7 +2,6 @@ package peers
 
 import (
 	"context"
-	"maps"
 	"net/netip"
 	"time"
 
@@ -192,7 +191,7 @@ func (p *Peers) sessions() []*tunnel.Session {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	var all []*tunnel.Session
-	for r := range maps.Values(p.replicas) {
+	for _, r := range p.replicas {
 		if r.link != nil {
 			all = append(all, r.link)
 		}
