@@ -33,8 +33,8 @@ const (
 	typeNeighbours = "neighbours"
 )
 
-// maxNeighbours and maxNeighbourBytes bound the neighbours in one message, which a session takes up to 64 KiB. If a node
-// has more, those whose names sort last are left out.
+// maxNeighbours and maxNeighbourBytes bound the neighbours in one message. A session takes messages of 64 KiB. If a
+// node has more neighbours, those whose names sort last are left out.
 const (
 	maxNeighbours     = 1024
 	maxNeighbourBytes = 60 << 10

@@ -102,7 +102,8 @@ func TestManyNeighbours(t *testing.T) {
 		all[i].Networks = append(all[i].Networks, prefixes("10.244.0.0/24")...)
 	}
 	data := encodeNeighbours(all)
-	if some, err := decodeNeighbours(data); err != nil || len(some) < maxNeighbours/2 || len(data) > maxNeighbourBytes+100 {
+	some, err := decodeNeighbours(data)
+	if err != nil || len(some) < maxNeighbours/2 || len(data) > maxNeighbourBytes+100 {
 		t.Errorf("%d neighbours in %d bytes, %v", len(some), len(data), err)
 	}
 }

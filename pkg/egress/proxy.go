@@ -419,8 +419,8 @@ func (s *proxyStream) OnStop(f func()) {
 	s.onStop = f
 }
 
-// OnReset makes f be called if the client leaves before either side has closed. The splice itself would notice that only
-// when it reads, and it does not read while the target takes no bytes.
+// OnReset makes f be called if the client leaves before either side has closed. The splice itself would notice that
+// only when it reads, and it does not read while the target takes no bytes.
 func (s *proxyStream) OnReset(f func()) {
 	context.AfterFunc(s.stream.Context(), func() {
 		if !s.isClosed() && !s.readClosed.Load() {

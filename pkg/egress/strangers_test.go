@@ -155,7 +155,8 @@ func TestRemovedCaller(t *testing.T) {
 	}
 	defer cc.Close()
 	dial := func() error {
-		stream, err := cc.NewStream(t.Context(), &grpc.StreamDesc{ClientStreams: true, ServerStreams: true}, "/ProxyService/Proxy")
+		desc := &grpc.StreamDesc{ClientStreams: true, ServerStreams: true}
+		stream, err := cc.NewStream(t.Context(), desc, "/ProxyService/Proxy")
 		if err != nil {
 			return err
 		}

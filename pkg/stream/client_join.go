@@ -325,9 +325,9 @@ func issuer(err error) string {
 }
 
 // noteRoute tells the dialer whether a connection has led to the cloud. err is why the join failed; nil: it did not.
-// After a refusal the server counts as working, since the cloud has answered. If the cloud refuses a second session, the
-// dialer tries others first. After another failure behind the TLS handshake, the order of the servers stays: a replica that stops, or
-// that cannot check who joins, is still the cloud.
+// After a refusal the server counts as working, since the cloud has answered. If the cloud refuses a second session,
+// the dialer tries others first. After another failure behind the TLS handshake, the order of the servers stays: a
+// replica that stops, or that cannot check who joins, is still the cloud.
 func noteRoute(route *dial.Conn, h *handshake, err error) {
 	switch {
 	case route == nil:

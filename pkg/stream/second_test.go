@@ -7,8 +7,8 @@ import (
 	"tunnel.example/tunnel/internal/testkit"
 )
 
-// An edge with sessions = "all" whose address never leads to another replica says so once, and no longer dials every few
-// seconds.
+// An edge with sessions = "all" whose address never leads to another replica says so once, and no longer dials every
+// few seconds.
 func TestAfterSecond(t *testing.T) {
 	log, lines := testkit.NewLog()
 	c := &Client{cfg: ClientConfig{All: true}, log: log}
