@@ -8,8 +8,8 @@
 // A connection with Multipath TCP begins with one path. The kernel adds a path for each endpoint
 // (ip-mptcp(8)), and uses all paths at once. While Run runs, each address of an uplink is an endpoint. An
 // uplink is a network device that is up and has a default route. When an uplink gets or loses an address,
-// Run adds or removes the endpoint, and open connections gain or lose a path. Run leaves alone the endpoints
-// of other programs at other addresses.
+// Run adds or removes the endpoint, and open connections gain or lose a path. If another program removes the
+// endpoint, Run adds it again within a minute. Run leaves alone the endpoints of other programs at other addresses.
 //
 // Only a process with CAP_NET_ADMIN may change endpoints. Without it, the module logs what an operator can do.
 // Endpoints belong to a network namespace, so other programs with Multipath TCP use them as well.

@@ -19,9 +19,11 @@ import (
 )
 
 const (
-	// settle is the shortest time between two updates of the endpoints. An address and its route come
-	// within milliseconds of each other.
+	// settle is how long the kernel must have reported no change before the endpoints are updated. An address and its
+	// route come within milliseconds of each other. A network manager deletes a route and adds it again as fast.
 	settle = 50 * time.Millisecond
+	// settleMost is how long an update waits for a kernel that keeps reporting changes, as for pods that start and stop.
+	settleMost = 500 * time.Millisecond
 	// sessionsEnd is how long the sessions may take to end when the edge stops: more than the grace period.
 	sessionsEnd = tunnel.GracePeriod + 5*time.Second
 	// resync is how often the endpoints are updated although the kernel has reported no change.
@@ -57,24 +59,43 @@ func (e *Endpoints) Run(ctx context.Context) error {
 	has := make(known)
 	e.update(has)
 	close(e.told)
+	e.follow(ctx, changed, func() { e.update(has) })
+	<-ctx.Done()
+	e.leave(has)
+	return nil
+}
+
+// follow calls update some time after each change, and every resync. It returns when ctx is done or Left is closed.
+func (e *Endpoints) follow(ctx context.Context, changed <-chan struct{}, update func()) {
 	for {
-		select {
-		case <-time.After(settle):
-		case <-ctx.Done():
-		}
 		select {
 		case <-changed:
 		case <-time.After(resync):
 		case <-e.Left:
 		case <-ctx.Done():
-			e.leave(has)
-			return nil
 		}
-		if tunnel.IsClosed(e.Left) { // no process would remove what this one adds from now on
-			<-ctx.Done()
-			return nil
+		e.settled(ctx, changed)
+		if ctx.Err() != nil || tunnel.IsClosed(e.Left) { // no process would remove what this one adds from now on
+			return
 		}
-		e.update(has)
+		update()
+	}
+}
+
+// settled waits until the kernel has reported no change for settle. It waits for settleMost at most, and returns early
+// when ctx is done or Left is closed.
+func (e *Endpoints) settled(ctx context.Context, changed <-chan struct{}) {
+	latest := time.After(settleMost)
+	for {
+		select {
+		case <-changed:
+			continue
+		case <-time.After(settle):
+		case <-latest:
+		case <-e.Left:
+		case <-ctx.Done():
+		}
+		return
 	}
 }
 
@@ -127,9 +148,14 @@ func (e *Endpoints) update(has known) {
 		}
 		delete(has, gone)
 		e.setOurs(gone.name(), false)
-		failure = errors.Join(failure, remove(gone), closeFirst(gone))
+		failure = errors.Join(failure, remove(gone))
+		if slices.ContainsFunc(want, func(w endpoint) bool { return w.addr == gone.addr }) {
+			continue // another uplink has the address, too
+		}
+		failure = errors.Join(failure, closeFirst(gone))
 		e.log.Info("an address of this machine is gone", "addr", gone.addr.String())
 	}
+	e.forgetRemoved(has)
 	for _, w := range want {
 		if _, ok := has[w]; ok {
 			continue
@@ -153,6 +179,23 @@ func (e *Endpoints) update(has known) {
 		e.failed(fmt.Sprintf("telling the kernel the addresses of this machine: %v", failure))
 	default:
 		e.failure.Store(nil)
+	}
+}
+
+// forgetRemoved deletes the endpoints from has that the kernel has no more, so that update adds them again: another
+// program may have removed them. forgetRemoved compares addresses alone: the kernel has at most one endpoint at an
+// address, and an operator may have made it for all devices.
+func (e *Endpoints) forgetRemoved(has known) {
+	all, err := list()
+	if err != nil {
+		return // if the kernel gives no list, update trusts has
+	}
+	for h := range has {
+		if !slices.ContainsFunc(all, func(l listed) bool { return l.addr == h.addr }) {
+			delete(has, h)
+			e.setOurs(h.name(), false)
+			e.log.Info("the endpoint of an address of this machine is gone", "addr", h.addr.String())
+		}
 	}
 }
 
@@ -252,22 +295,19 @@ func add(e endpoint) error {
 	return err
 }
 
-// remove removes an endpoint. The kernel then closes the paths from its address.
+// remove removes an endpoint. The kernel then closes the paths from its address. An endpoint at the same address of
+// another device stays.
 func remove(e endpoint) error {
-	all, err := ask(pmGetAddr, unix.NLM_F_DUMP, nil)
+	all, err := list()
 	if err != nil {
 		return err
 	}
-	for _, one := range all {
-		addr, id, err := decode(one)
-		if err != nil {
-			return err
-		}
-		if addr != e.addr {
+	for _, l := range all {
+		if l.endpoint != e {
 			continue
 		}
 		attr := nl.NewRtAttr(pmAttrAddr|int(nl.NLA_F_NESTED), nil)
-		attr.AddRtAttr(addrID, nl.Uint8Attr(id))
+		attr.AddRtAttr(addrID, nl.Uint8Attr(l.id))
 		_, err = ask(pmDelAddr, 0, attr)
 		return err
 	}
@@ -317,11 +357,34 @@ func ask(command uint8, flags int, attr *nl.RtAttr) ([][]byte, error) {
 	return request.Execute(unix.NETLINK_GENERIC, 0)
 }
 
-// decode returns the address and the number of an endpoint that the kernel has listed.
-func decode(message []byte) (addr netip.Addr, id uint8, err error) {
+// listed is an endpoint in the kernel's list. Its link is 0 if its paths may use any device.
+type listed struct {
+	endpoint
+
+	id uint8
+}
+
+// list returns the endpoints that the kernel has.
+func list() (all []listed, err error) {
+	messages, err := ask(pmGetAddr, unix.NLM_F_DUMP, nil)
+	if err != nil {
+		return nil, err
+	}
+	for _, m := range messages {
+		l, err := decode(m)
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, l)
+	}
+	return all, nil
+}
+
+// decode returns the endpoint in a message of the kernel's list.
+func decode(message []byte) (l listed, err error) {
 	outer, err := nl.ParseRouteAttr(message[nl.SizeofGenlmsg:])
 	if err != nil {
-		return addr, 0, err
+		return l, err
 	}
 	for _, o := range outer {
 		if o.Attr.Type&^uint16(nl.NLA_F_NESTED) != pmAttrAddr {
@@ -329,16 +392,19 @@ func decode(message []byte) (addr netip.Addr, id uint8, err error) {
 		}
 		inner, err := nl.ParseRouteAttr(o.Value)
 		if err != nil {
-			return addr, 0, err
+			return l, err
 		}
 		for _, a := range inner {
 			switch a.Attr.Type {
 			case addrID:
-				id = a.Value[0]
+				l.id = a.Value[0]
 			case addrIPv4, addrIPv6:
-				addr, _ = netip.AddrFromSlice(a.Value)
+				l.addr, _ = netip.AddrFromSlice(a.Value)
+			case addrDevice:
+				l.link = int(nl.NativeEndian().Uint32(a.Value))
 			}
 		}
 	}
-	return addr.Unmap(), id, nil
+	l.addr = l.addr.Unmap()
+	return l, nil
 }
