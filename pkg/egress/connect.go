@@ -35,10 +35,6 @@ func (f *FrontDoor) serveConnect(ctx context.Context, ln net.Listener, callers *
 	conns, endConns := tunnel.Grace(ctx, f.grace)
 	defer endConns()
 	defer context.AfterFunc(ctx, func() { ln.Close() })()
-	if callers != nil {
-		callers = callers.Clone()
-		callers.NextProtos = []string{"http/1.1"}
-	}
 	var live sync.WaitGroup
 	defer live.Wait()
 	err := ports.Accept(ctx, ln, func(c net.Conn) {
@@ -58,9 +54,9 @@ func (f *FrontDoor) serveConnect(ctx context.Context, ln net.Listener, callers *
 // connection is closed. When conns ends, the dial or the conn ends.
 func (f *FrontDoor) serveConn(requestCtx, conns context.Context, raw net.Conn, callers *tls.Config) {
 	raw.SetDeadline(time.Now().Add(requestTimeout))
-	// keepOpen stops the function. It reports false if the function has already closed the connection.
-	keepOpen := context.AfterFunc(requestCtx, func() { raw.Close() })
-	defer keepOpen()
+	// mayGoOn ends the wait for requestCtx. It returns false if the connection has been closed already.
+	mayGoOn := context.AfterFunc(requestCtx, func() { raw.Close() })
+	defer mayGoOn()
 	c := &connectConn{Conn: raw, door: doorConnect, gap: newAnswerGap(), guard: f.guard}
 	if callers != nil {
 		t := tls.Server(raw, callers)
@@ -76,7 +72,7 @@ func (f *FrontDoor) serveConn(requestCtx, conns context.Context, raw net.Conn, c
 		c.Conn = t
 	}
 	addr, err := c.request()
-	if !keepOpen() {
+	if !mayGoOn() {
 		return // the front door is stopping
 	}
 	if err != nil {

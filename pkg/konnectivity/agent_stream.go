@@ -191,16 +191,8 @@ func (s *agentStream) drain() {
 	s.stopping = true
 	s.dialMu.Unlock()
 	// Second phase: new dials are refused, and the answers to earlier dials are sent.
-	late := time.After(flushTimeout)
-	for busy, _ := s.activity(); busy; busy, _ = s.activity() {
-		select { // every dial under way is answered before the stream ends
-		case <-s.idle:
-			continue
-		case <-late:
-		case <-s.ended:
-			return
-		}
-		break
+	if !s.awaitIdle(time.After(flushTimeout)) {
+		return
 	}
 	// Last phase: the agent closes its side of the stream after its last packets. Then the server
 	// closes the other side.
@@ -208,6 +200,23 @@ func (s *agentStream) drain() {
 	select {
 	case <-s.ended:
 	case <-time.After(flushTimeout):
+	}
+}
+
+// awaitIdle waits until there are no conns and every dial under way is answered, or until late. It returns false if the
+// stream ends before.
+func (s *agentStream) awaitIdle(late <-chan time.Time) bool {
+	for {
+		if busy, _ := s.activity(); !busy {
+			return true
+		}
+		select {
+		case <-s.idle:
+		case <-late:
+			return true
+		case <-s.ended:
+			return false
+		}
 	}
 }
 

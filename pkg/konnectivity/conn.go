@@ -128,8 +128,9 @@ func (c *Conn) resetWhenIdleLocked() {
 		callback := func() {}
 		c.m.mu.Lock()
 		switch wait := c.m.halfClosedTimeout - min(time.Since(c.lastRead), time.Since(c.lastSent)); {
-		case c.aborted, c.readClosed && c.writeClosed, !c.resetBehind && (c.closeSent || c.closeReceived && !c.m.agent):
-		case len(c.queue) > 0 && !c.closeReceived:
+		case c.aborted, c.readClosed && c.writeClosed: // the conn is over
+		case !c.resetBehind && (c.closeSent || c.closeReceived && !c.m.agent): // both sides have closed
+		case len(c.queue) > 0 && !c.closeReceived: // a slow reader of an open peer
 			c.idleTimer.Reset(c.m.halfClosedTimeout)
 		case wait > 0:
 			c.idleTimer.Reset(wait)
