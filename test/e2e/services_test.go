@@ -526,6 +526,29 @@ func (s *farServices) offline(ctx context.Context, t *testing.T) {
 	if out, err := s.fromNode(ctx, "edge1", "edge2"); err == nil {
 		t.Fatalf("edge1 gets %q from edge2 without the cloud", out)
 	}
+	if s.mode == "full" {
+		s.withoutDefaultRoute(ctx, t)
+	}
+}
+
+// withoutDefaultRoute takes the default route of edge1 away for a while, as when its uplink loses its address.
+func (s *farServices) withoutDefaultRoute(ctx context.Context, t *testing.T) {
+	route := func(args ...string) string {
+		out, err := run(command(ctx, "ip", append([]string{"-n", "te2e-edge1", "route"}, args...)...), nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return out
+	}
+	by := strings.Fields(route("show", "default"))
+	if len(by) == 0 {
+		t.Fatal("edge1 has no default route")
+	}
+	route("del", "default")
+	defer func() { route(append([]string{"add"}, by...)...) }()
+	if err := s.gets(ctx, "edge1", "both", "web-edge1"); err != nil {
+		t.Errorf("without a default route: %v", err)
+	}
 }
 
 // names takes the cluster's DNS away. The pod of edge1 resolves the names of Services nevertheless, since its edge
