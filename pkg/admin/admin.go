@@ -49,7 +49,7 @@ import (
 // and a scrape need much less.
 const (
 	maxHeader      = 8 << 10 // bytes
-	maxScrapes     = 4       // at a time; further ones are answered with 503
+	maxScrapes     = 4       // at a time; further ones wait
 	headerTimeout  = 2 * time.Second
 	readTimeout    = 10 * time.Second // header and body; no request here needs a body
 	scrapeTimeout  = 10 * time.Second // Prometheus' own default
@@ -153,14 +153,26 @@ func New(listen string, checks []Check, reg prometheus.Gatherer, log *slog.Logge
 	return &Server{
 		listen: listen,
 		checks: func() []Check { return checks },
-		metrics: promhttp.HandlerFor(reg, promhttp.HandlerOpts{
-			ErrorLog:            slog.NewLogLogger(log.Handler(), slog.LevelWarn),
-			ErrorHandling:       promhttp.ContinueOnError, // one bad metric does not hide the others
-			MaxRequestsInFlight: maxScrapes,
-			Timeout:             scrapeTimeout,
-		}),
+		metrics: inTurn(promhttp.HandlerFor(reg, promhttp.HandlerOpts{
+			ErrorLog:      slog.NewLogLogger(log.Handler(), slog.LevelWarn),
+			ErrorHandling: promhttp.ContinueOnError, // one bad metric does not hide the others
+		})),
 		log: log,
 	}
+}
+
+// inTurn serves maxScrapes requests at a time. Further ones wait, in the order in which they came: if they were
+// refused, a stranger that asks all the time would keep Prometheus out. After scrapeTimeout the answer is 503.
+func inTurn(h http.Handler) http.Handler {
+	slots := make(chan struct{}, maxScrapes) // a request has sent one element; never closed
+	return http.TimeoutHandler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		select {
+		case slots <- struct{}{}:
+			defer func() { <-slots }()
+			h.ServeHTTP(w, r)
+		case <-r.Context().Done():
+		}
+	}), scrapeTimeout, "the metrics could not be collected in time")
 }
 
 // NewPublic returns a server for balancers and monitors outside of the network. Over TLS it serves

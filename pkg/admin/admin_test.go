@@ -213,6 +213,35 @@ func TestDegraded(t *testing.T) {
 	}
 }
 
+// Strangers who ask for the metrics all the time do not keep Prometheus out.
+func TestScrapesWait(t *testing.T) {
+	collect := make(chan struct{})
+	slow := prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "slow", Help: "x"}, func() float64 { <-collect; return 1 })
+	reg := prometheus.NewRegistry()
+	reg.MustRegister(slow)
+	base := "http://" + start(t, New("127.0.0.1:0", nil, reg, discard()))
+	statuses := make(chan int)
+	const asked = 3 * maxScrapes
+	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
+	for range asked {
+		go func() {
+			resp, err := client.Get(base + "/metrics")
+			if err != nil {
+				statuses <- 0
+				return
+			}
+			resp.Body.Close()
+			statuses <- resp.StatusCode
+		}()
+	}
+	for range asked {
+		collect <- struct{}{}
+		if status := <-statuses; status != http.StatusOK {
+			t.Errorf("a scrape beside %d others gets %d", asked-1, status)
+		}
+	}
+}
+
 func TestMetrics(t *testing.T) {
 	var c tunnel.Counters
 	c.Sessions.Store(3)

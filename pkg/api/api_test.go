@@ -347,7 +347,7 @@ func TestAdopt(t *testing.T) {
 		{
 			Name: "gone", State: Missing, FirstSeen: at.Add(-time.Hour), LastSeen: at, FactsAt: at, LastReplica: "cloud-1",
 			LastRemote: "there", LastSoftware: "v1.0.0", LastEnd: "connection lost", SessionsTotal: 7, CertificatesIssued: 7,
-			CertificateEnds: at,
+			LastServices: true, CertificateEnds: at,
 		},
 		{Name: "here", State: Missing, LastSeen: at},
 		{Name: "late", State: Missing, LastSeen: at, LastEnd: "old"},
@@ -361,7 +361,7 @@ func TestAdopt(t *testing.T) {
 	}
 	want := Node{
 		Name: "gone", State: Missing, FirstSeen: at.Add(-time.Hour), LastSeen: at, FactsAt: at, LastReplica: "cloud-1",
-		LastRemote: "there", LastSoftware: "v1.0.0", LastEnd: "connection lost", CertificateEnds: at,
+		LastRemote: "there", LastSoftware: "v1.0.0", LastEnd: "connection lost", LastServices: true, CertificateEnds: at,
 	}
 	if got := list.Nodes[0]; !reflect.DeepEqual(got, want) {
 		t.Errorf("gone is\n%+v; want\n%+v", got, want)

@@ -81,7 +81,7 @@ func (s *Server) adopt(list *NodeList) {
 		}
 		record := inventory.Record{
 			FirstSeen: n.FirstSeen, LastSeen: n.LastSeen, FactsAt: n.FactsAt, Replica: n.LastReplica, Remote: n.LastRemote,
-			Software: n.LastSoftware, Ended: n.LastEnd, CertEnds: n.CertificateEnds,
+			Software: n.LastSoftware, Ended: n.LastEnd, Services: n.LastServices, CertEnds: n.CertificateEnds,
 		}
 		if c := n.Certificate; c != nil {
 			record.CertShown, record.CertBy, record.CertFrom, record.CertEnds = c.Serial, c.Signer, c.Starts, c.Ends

@@ -45,11 +45,12 @@ type Node struct {
 	// What the inventories of the replicas remember. All are zero if the cloud has no inventory.
 	FirstSeen     time.Time `json:"first_seen,omitzero"`
 	LastSeen      time.Time `json:"last_seen,omitzero"`
-	FactsAt       time.Time `json:"facts_at,omitzero"`        // when the next four were set: a session began or ended
+	FactsAt       time.Time `json:"facts_at,omitzero"`        // when the next five were set: a session began or ended
 	LastReplica   string    `json:"last_replica,omitempty"`   // the replica that had the last session
 	LastRemote    string    `json:"last_remote,omitempty"`    // the address of the edge in the last session
 	LastSoftware  string    `json:"last_software,omitempty"`  // the version of the edge in the last session
 	LastEnd       string    `json:"last_end,omitempty"`       // why the last session ended
+	LastServices  bool      `json:"last_services,omitempty"`  // the edge of the last session serves Services
 	SessionsTotal int       `json:"sessions_total,omitempty"` // how many sessions have begun since first_seen
 
 	CertificateEnds     time.Time `json:"certificate_ends,omitzero"`
@@ -166,7 +167,7 @@ func (s *Server) remembered(name tunnel.NodeName, r inventory.Record) *Node {
 	return &Node{
 		Name: string(name), State: Missing,
 		FirstSeen: r.FirstSeen, LastSeen: r.LastSeen, FactsAt: r.FactsAt, LastReplica: here, LastRemote: r.Remote,
-		LastSoftware: r.Software, LastEnd: r.Ended, SessionsTotal: r.Sessions,
+		LastSoftware: r.Software, LastEnd: r.Ended, LastServices: r.Services, SessionsTotal: r.Sessions,
 		CertificateEnds: r.CertEnds, CertificateSerial: r.CertShown,
 		CertificateIssuedAt: r.IssuedAt, CertificatesIssued: r.Issued, Certificate: rememberedCertificate(r),
 		Flapping: r.Flapping,
@@ -243,6 +244,7 @@ func (n *Node) add(from *Node) {
 	if from.FactsAt.After(n.FactsAt) {
 		n.FactsAt, n.LastReplica, n.LastRemote = from.FactsAt, from.LastReplica, from.LastRemote
 		n.LastSoftware, n.LastEnd = from.LastSoftware, cmp.Or(from.LastEnd, n.LastEnd)
+		n.LastServices = from.LastServices
 	}
 	if from.CertificateIssuedAt.After(n.CertificateIssuedAt) {
 		n.CertificateIssuedAt, n.CertificateSerial = from.CertificateIssuedAt, from.CertificateSerial

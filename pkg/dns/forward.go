@@ -36,28 +36,41 @@ type forwarder struct {
 	// Set once.
 	upstream func() []netip.AddrPort // tried in order
 	dial     func(ctx context.Context, network, addr string) (net.Conn, error)
-	// slots bounds the exchanges: admit sends one element, and its release function receives one.
-	// Its capacity is ResponderConfig.Lookups. It is never closed.
-	slots chan struct{}
+	lookups  int // see ResponderConfig.Lookups
+
+	mu     sync.Mutex         // guards the following
+	used   int                // queries that wait for an upstream
+	usedBy map[netip.Addr]int // of each client
 }
 
-func newForwarder(cfg *ResponderConfig) forwarder {
-	return forwarder{
+func newForwarder(cfg *ResponderConfig) *forwarder {
+	return &forwarder{
 		upstream: cfg.Upstreams,
 		dial:     cfg.Dial,
-		slots:    make(chan struct{}, cfg.Lookups),
+		lookups:  cfg.Lookups,
+		usedBy:   make(map[netip.Addr]int),
 	}
 }
 
-// admit takes a slot for one exchange until release is called. ok is false if all slots are
-// taken. Further calls of release have no effect.
-func (f *forwarder) admit() (release func(), ok bool) {
-	select {
-	case f.slots <- struct{}{}:
-		return sync.OnceFunc(func() { <-f.slots }), true
-	default:
+// admit takes one of the lookups for a query of a client until release is called. ok is false if the client has seven
+// times as many as are left: so one client has 7/8 of all at most, and another client finds room. Further calls of
+// release have no effect.
+func (f *forwarder) admit(client netip.Addr) (release func(), ok bool) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.used == f.lookups || f.usedBy[client] >= 7*(f.lookups-f.used) {
 		return nil, false
 	}
+	f.used++
+	f.usedBy[client]++
+	return sync.OnceFunc(func() {
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		f.used--
+		if f.usedBy[client]--; f.usedBy[client] == 0 {
+			delete(f.usedBy, client)
+		}
+	}), true
 }
 
 // resolve returns the answer of the first upstream that answers, as a reply to q.

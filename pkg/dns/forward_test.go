@@ -489,9 +489,14 @@ func TestForwardIsAborted(t *testing.T) {
 func TestForwardIsBounded(t *testing.T) {
 	silent := upstream(t, func(*dns.Msg, string) [][]byte { return nil })
 	r := respond(t, ResponderConfig{Truth: newHeld("edge1 10.0.0.5"), Upstream: []netip.AddrPort{silent}})
+	waiting := func() int {
+		r.forward.mu.Lock()
+		defer r.forward.mu.Unlock()
+		return r.forward.used
+	}
 	var releases []func()
-	for range DefaultLookups - 2 {
-		release, ok := r.admit()
+	for i := range DefaultLookups - 2 { // of many clients
+		release, ok := r.admit(netip.AddrFrom4([4]byte{10, 0, byte(i >> 8), byte(i)}))
 		if !ok {
 			t.Fatal("too few are admitted")
 		}
@@ -507,7 +512,7 @@ func TestForwardIsBounded(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	testkit.Eventually(t, "two wait", func() bool { return len(r.forward.slots) == DefaultLookups })
+	testkit.Eventually(t, "two wait", func() bool { return waiting() == DefaultLookups })
 	for i, network := range []string{"udp", "tcp"} {
 		if got := show(ask(t, r.Addr(), network, question("x.", dns.TypeA))); got != "SERVFAIL ra rd" {
 			t.Errorf("one more over %s: %s", network, got)
@@ -526,8 +531,33 @@ func TestForwardIsBounded(t *testing.T) {
 		release()
 		release() // the second call has no effect
 	}
-	if n := len(r.forward.slots); n > 2 {
+	if n := waiting(); n > 2 {
 		t.Errorf("%d wait after the others were released", n)
+	}
+}
+
+// One client, whose queries no server answers, leaves room for others.
+func TestForwardShares(t *testing.T) {
+	f := newForwarder(&ResponderConfig{Lookups: 64})
+	fill := func(client string) (n int) {
+		for {
+			if _, ok := f.admit(netip.MustParseAddr(client)); !ok {
+				return n
+			}
+			n++
+		}
+	}
+	if n := fill("10.0.0.1"); n != 56 {
+		t.Errorf("one client alone has %d of 64 lookups", n)
+	}
+	if n := fill("10.0.0.2"); n != 7 {
+		t.Errorf("another one has %d", n)
+	}
+	if n := fill("10.0.0.3"); n != 1 {
+		t.Errorf("a third one has %d", n)
+	}
+	if n := fill("10.0.0.4"); n != 0 {
+		t.Errorf("%d more than all", n)
 	}
 }
 
@@ -541,7 +571,17 @@ func TestForwardLoop(t *testing.T) {
 	if got := show(ask(t, first.Addr(), "udp", question("x.", dns.TypeA))); got != "SERVFAIL ra rd" {
 		t.Errorf("the client gets %s", got)
 	}
-	testkit.Eventually(t, "no query waits", func() bool { return len(first.forward.slots)+len(second.forward.slots) == 0 })
+	testkit.Eventually(t, "no query waits", func() bool {
+		for _, f := range []*forwarder{first.forward, second.forward} {
+			f.mu.Lock()
+			used := f.used
+			f.mu.Unlock()
+			if used > 0 {
+				return false
+			}
+		}
+		return true
+	})
 }
 
 // A responder refuses to start with itself as an upstream.

@@ -15,7 +15,8 @@ const (
 	minWriteInterval = time.Second
 	// minReconcileInterval is the pause after a reconciliation without a write.
 	minReconcileInterval = 100 * time.Millisecond
-	// resyncInterval is how often the keeper reconciles although no change was reported.
+	// resyncInterval is how often the keeper reconciles although no change was reported. If the watch fails, the keeper
+	// then reads the file again, since it does not learn what other writers do.
 	resyncInterval = 5 * time.Minute
 	// minRetry is the pause after a first failure. It doubles with each further failure, up to
 	// maxRetry.
@@ -40,6 +41,7 @@ type keeper struct {
 
 	file        *kube.Content // as last read or written; nil: to be read again
 	hosts       Hosts         // file.Text, parsed
+	fileAt      time.Time     // when file was read or written
 	ownVersions []string      // versions that our own writes made; the watch reports them, too
 	failures    int           // failed attempts in a row
 
@@ -108,12 +110,12 @@ func (k *keeper) delay(err error) time.Duration {
 // change. wrote reports whether it has written the file.
 func (k *keeper) writeIfChanged(ctx context.Context, now time.Time) (d decision, wrote bool, _ error) {
 	store := k.w.cfg.Store
-	if k.file == nil {
+	if k.file == nil || k.w.isBlind() && now.Sub(k.fileAt) >= resyncInterval {
 		loaded, err := store.Load(ctx)
 		if err != nil {
 			return d, false, err
 		}
-		k.file, k.hosts = &loaded, ParseHosts(loaded.Text)
+		k.file, k.hosts, k.fileAt = &loaded, ParseHosts(loaded.Text), now
 	}
 	d = k.ledger.decide(k.hosts, k.file.Others, facts{
 		truth: k.w.cfg.Truth, names: k.w.cfg.Names, alive: k.replicaAlive(ctx, now), now: now,
@@ -127,7 +129,7 @@ func (k *keeper) writeIfChanged(ctx context.Context, now time.Time) (d decision,
 	if err != nil {
 		return d, false, err
 	}
-	k.file, k.hosts = &file, d.hosts
+	k.file, k.hosts, k.fileAt = &file, d.hosts, now
 	k.ownVersions = append(k.ownVersions[max(0, len(k.ownVersions)-maxOwnVersions+1):], file.Version)
 	k.w.countWrite(len(text))
 	return d, true, nil

@@ -100,7 +100,7 @@ type Responder struct {
 	// Set once.
 	cfg      ResponderConfig
 	forwards bool // the responder forwards queries for names that it does not know
-	forward  forwarder
+	forward  *forwarder
 
 	addr  atomic.Pointer[net.Addr] // nil while not listening; written by Run
 	stats responderStats

@@ -273,10 +273,10 @@ func (r *Responder) resolve(ctx context.Context, q *query) (reply []byte) {
 	return q.pack(m)
 }
 
-// admit takes one of ResponderConfig.Lookups until release is called. ok is false if all are
-// taken.
-func (r *Responder) admit() (release func(), ok bool) {
-	release, ok = r.forward.admit()
+// admit takes one of ResponderConfig.Lookups for a client until release is called. ok is false if the client has too
+// many of them.
+func (r *Responder) admit(client netip.Addr) (release func(), ok bool) {
+	release, ok = r.forward.admit(client)
 	if !ok {
 		r.stats.overloaded.Add(1)
 		r.cfg.Counters.Limited(tunnel.LimitLookups)

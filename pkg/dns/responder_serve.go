@@ -46,11 +46,12 @@ func (r *Responder) serveUDP(ctx context.Context, g *errgroup.Group, conn *net.U
 			continue
 		}
 		from, _ := client.RemoteAddr().(*net.UDPAddr)
-		if addr := from.AddrPort().Addr(); !r.cfg.AllowFrom.Permits(addr) {
+		addr := from.AddrPort().Addr().Unmap()
+		if !r.cfg.AllowFrom.Permits(addr) {
 			send(conn, client, r.refuse(pending, addr))
 			continue
 		}
-		release, ok := r.admit()
+		release, ok := r.admit(addr)
 		if !ok {
 			send(conn, client, r.servfail(pending))
 			continue
@@ -128,7 +129,7 @@ func (r *Responder) serveConn(ctx context.Context, c net.Conn, place *listen.Str
 		switch {
 		case pending == nil:
 		case r.cfg.AllowFrom.Permits(listen.AddrOf(c.RemoteAddr())):
-			reply = r.resolveTCP(ctx, pending)
+			reply = r.resolveTCP(ctx, pending, listen.AddrOf(c.RemoteAddr()))
 		default:
 			reply = r.refuse(pending, listen.AddrOf(c.RemoteAddr()))
 		}
@@ -151,9 +152,9 @@ func (r *Responder) refuse(q *query, client netip.Addr) []byte {
 	return q.pack(q.reply(dns.RcodeRefused))
 }
 
-// resolveTCP calls resolve, or returns SERVFAIL if all of ResponderConfig.Lookups are taken.
-func (r *Responder) resolveTCP(ctx context.Context, q *query) []byte {
-	release, ok := r.admit()
+// resolveTCP calls resolve, or returns SERVFAIL if the client has too many of ResponderConfig.Lookups.
+func (r *Responder) resolveTCP(ctx context.Context, q *query, client netip.Addr) []byte {
+	release, ok := r.admit(client)
 	if !ok {
 		return r.servfail(q)
 	}

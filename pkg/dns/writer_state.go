@@ -35,6 +35,13 @@ func (w *Writer) update(change func(*writerState)) {
 	change(&w.state)
 }
 
+// isBlind reports whether the watch of the file fails.
+func (w *Writer) isBlind() bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.state.watchErr != nil
+}
+
 // countWrite counts a successful write.
 func (w *Writer) countWrite(bytes int) {
 	w.stats.attempts[kube.OK].Add(1)

@@ -2,6 +2,7 @@ package dns
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net/netip"
 	"strings"
@@ -251,6 +252,23 @@ func TestWriterKeepsForeignLines(t *testing.T) {
 		if !strings.Contains(w.Status(), "1 shadowed by foreign lines") {
 			t.Errorf("status %q", w.Status())
 		}
+	})
+}
+
+// Without a watch, as without the right to it, the Writer reads the file again every few minutes.
+func TestWriterReadsAgain(t *testing.T) {
+	f, c := newFleet(addr("10.0.0.1")), new(memStore)
+	runWriter(t, WriterConfig{Truth: f, Store: c}, func(t *testing.T, w *Writer) {
+		f.join("edge1")
+		after(minWriteInterval)
+		wantFile(t, c, line1)
+		c.mu.Lock()
+		c.follower = nil
+		c.mu.Unlock()
+		w.update(func(s *writerState) { s.watchErr = errors.New("no right to watch") })
+		c.writeForeign("")
+		after(resyncInterval + minWriteInterval)
+		wantFile(t, c, line1)
 	})
 }
 

@@ -26,6 +26,7 @@ import (
 	"crypto/x509"
 	"errors"
 	"fmt"
+	"io/fs"
 	"log/slog"
 	"os"
 	"slices"
@@ -497,7 +498,8 @@ func (i *Inventory) Run(ctx context.Context) error {
 		i.log.Warn("the inventory of nodes lacks the nodes in a damaged file", "target", i.path+badSuffix, "err", unread)
 	case unread != nil:
 		i.log.Warn("the inventory of nodes cannot be used; it starts empty", "target", i.path, "err", unread)
-		if errors.Is(unread, errContent) {
+		// An older damaged file stays: it has what the inventory lacks.
+		if _, err := os.Lstat(i.path + badSuffix); errors.Is(unread, errContent) && errors.Is(err, fs.ErrNotExist) {
 			os.Rename(i.path, i.path+badSuffix) //nolint:errcheck // if it fails, so does the write that would replace the file
 		}
 	}

@@ -171,6 +171,16 @@ func TestBadFile(t *testing.T) {
 			if kept, err := os.ReadFile(path + ".bad"); err != nil || string(kept) != text {
 				t.Errorf("set aside, after a restart: %q, %v", kept, err)
 			}
+			// A second damaged file does not replace the first one, which has the older nodes.
+			if err := os.WriteFile(path, []byte("{"), 0o600); err != nil {
+				t.Fatal(err)
+			}
+			testkit.Run(t, New(path, log).Run).Stop()
+			if kept, err := os.ReadFile(path + ".bad"); err != nil || string(kept) != text {
+				t.Errorf("set aside, after a second damage: %q, %v", kept, err)
+			}
+			again.Attached(session("edge1", ""))
+			testkit.Run(t, again.Run).Stop()
 			if err := os.Remove(path + ".bad"); err != nil {
 				t.Fatal(err)
 			}

@@ -70,7 +70,7 @@ func Explain(err error) error {
 	case ReasonFor(err) == TooLarge:
 		return fmt.Errorf("%w: make room, or move other keys to an object of their own", err)
 	case errors.Is(err, context.DeadlineExceeded) || errors.As(err, &timeout) && timeout.Timeout():
-		return fmt.Errorf("no answer from the API server within %v: %w", requestTimeout, err)
+		return fmt.Errorf("no answer from the API server in time: %w", err)
 	default:
 		return err
 	}

@@ -10,6 +10,7 @@ import (
 	"net/netip"
 	"path"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -253,6 +254,10 @@ func (s *mirrorStore[T]) sorted() (all []T) {
 	return all
 }
 
+// maxAnnotation is how many bytes of the annotation of a Service are kept: more than the name of a Service has. A user
+// may write 256 KiB.
+const maxAnnotation = 64
+
 // objectFrom returns the fields that Services and EndpointSlices have in common.
 func objectFrom(meta *metav1.ObjectMeta) Object {
 	o := Object{
@@ -275,8 +280,10 @@ func (m *Mirrors) service(o any) (Service, bool) {
 	if !annotated && s.Labels[m.cfg.Label] != m.cfg.Value {
 		return Service{}, false
 	}
+	annotation = strings.Clone(annotation[:min(len(annotation), maxAnnotation)])
 	now := Service{
-		Object: objectFrom(&s.ObjectMeta), Annotation: annotation, Alias: s.Spec.Type == typeExternalName,
+		Annotation: annotation,
+		Object:     objectFrom(&s.ObjectMeta), Alias: s.Spec.Type == typeExternalName,
 	}
 	for _, p := range s.Spec.Ports {
 		now.Ports = append(now.Ports, ServicePort{

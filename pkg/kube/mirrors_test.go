@@ -1,11 +1,26 @@
 package kube
 
 import (
+	"strings"
 	"testing"
 
 	"tunnel.example/tunnel/internal/testkit"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
+
+// Of a long annotation, Mirrors keeps what is more than a name.
+func TestMirrorsAnnotation(t *testing.T) {
+	log, _ := testkit.NewLog()
+	m := new(Client).Mirrors(MirrorsConfig{Annotation: "a"}, new(tunnel.Counters), log)
+	long := aService("shop", "long")
+	long.Annotations = map[string]string{"a": strings.Repeat("x", 250<<10)}
+	if err := m.services.Replace([]any{long}, "1"); err != nil {
+		t.Fatal(err)
+	}
+	if all := m.View().Services; len(all) != 1 || all[0].Annotation != strings.Repeat("x", maxAnnotation) {
+		t.Errorf("%d Services", len(all))
+	}
+}
 
 // An object that causes a panic is left out. The others count, and the process goes on. Package mirror tests the rest.
 func TestMirrorsPanic(t *testing.T) {

@@ -262,6 +262,9 @@ func (m *Mirror) accept(conns context.Context, d *door, running *sync.WaitGroup)
 	}
 }
 
+// maxPorts is the most ports of a Service with a twin. The cloud knows no endpoints of a Service with more ports.
+const maxPorts = 100
+
 // original is a Service that should have a twin.
 type original struct {
 	kube.Service
@@ -312,6 +315,8 @@ func (c Config) originals(v kube.MirrorView) (all map[string]original, problems 
 			problems[s.Key()] = "it is an alias (ExternalName), which has no endpoints"
 		case len(o.tcp()) == 0:
 			problems[s.Key()] = "it has no TCP port"
+		case len(o.tcp()) > maxPorts:
+			problems[s.Key()] = fmt.Sprintf("it has %d TCP ports, and a twin has %d at most", len(o.tcp()), maxPorts)
 		default:
 			all[o.key()] = o
 			if len(o.tcp()) < len(s.Ports) {

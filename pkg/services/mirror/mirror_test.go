@@ -12,6 +12,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"tunnel.example/tunnel/internal/testkit"
 	"tunnel.example/tunnel/internal/testkit/leaks"
@@ -624,6 +625,31 @@ func TestOriginals(t *testing.T) {
 	}})
 	if all["shop/c"].Name != "a" || !strings.Contains(problems["shop/b"], "the Service a has a twin of the same name") {
 		t.Errorf("two of one name: %v, %v", all, problems)
+	}
+}
+
+// The users of one namespace leave ports for other namespaces, and a Service with too many ports gets no twin.
+func TestPortsOfANamespace(t *testing.T) {
+	service := func(namespace string, ports int) kube.Service {
+		s := kube.Service{Object: kube.Object{Namespace: namespace, Name: "web"}, Annotation: "true"}
+		for i := range ports {
+			s.Ports = append(s.Ports, kube.ServicePort{Name: fmt.Sprint(i), Protocol: "TCP", Port: uint16(i + 1)})
+		}
+		return s
+	}
+	cfg := Config{First: 20000, Last: 20009}
+	term := term{m: &Mirror{cfg: cfg, freed: make(map[uint16]time.Time)}, given: make(map[string]uint16)}
+	v := kube.MirrorView{Services: []kube.Service{service("all", maxPorts+1), service("many", 20), service("one", 1)}}
+	for range 2 { // the second time, with the ports of the first
+		originals, problems := cfg.originals(v)
+		ports, err := term.assign(v, originals, problems)
+		if err != nil || len(ports["many/web-tunnel"]) != 5 || len(ports["one/web-tunnel"]) != 1 {
+			t.Errorf("ports %v, %v", ports, err)
+		}
+		if len(problems) != 2 || !strings.Contains(problems["many/web"], "half of those") ||
+			!strings.Contains(problems["all/web"], "100 at most") {
+			t.Errorf("problems %v", problems)
+		}
 	}
 }
 

@@ -40,6 +40,8 @@ type Writer struct {
 	election Election
 	interval time.Duration
 
+	warnings tunnel.Limiter // limits log lines about problems
+
 	mu       sync.Mutex        // guards the following
 	problems map[string]string // why an original has no twin, by NAMESPACE/NAME; empty unless this replica leads
 	err      error             // why the last reconciliation failed; nil: it did not, or another replica is the leader
@@ -47,7 +49,9 @@ type Writer struct {
 
 // NewWriter returns a Writer for m. The Run of m must run as well.
 func NewWriter(m *Mirror, election Election) *Writer {
-	return &Writer{m: m, election: election, interval: writeInterval}
+	return &Writer{
+		m: m, election: election, interval: writeInterval, warnings: tunnel.Limiter{Every: time.Second, Burst: 100},
+	}
 }
 
 // Name implements tunnel.Module.
@@ -119,8 +123,11 @@ func (w *Writer) note(problems map[string]string, err error) {
 	w.problems, w.err = problems, err
 	w.mu.Unlock()
 	for _, key := range slices.Sorted(maps.Keys(problems)) {
-		if problems[key] != before[key] {
-			w.m.log.Warn("a Service has no complete twin", "target", key, "err", problems[key])
+		if problems[key] == before[key] {
+			continue
+		}
+		if skipped, ok := w.warnings.Allow(); ok { // users decide how many there are
+			w.m.log.Warn("a Service has no complete twin", "target", key, "err", problems[key], "skipped", skipped)
 		}
 	}
 	if err != nil && beforeErr == nil {
@@ -154,7 +161,7 @@ func (t *term) reconcile(ctx context.Context) (problems map[string]string, err e
 		err = errors.New("the Service that service in [mode.cloud.services.mirror] names has no EndpointSlice")
 	}
 	originals, problems := cfg.originals(v)
-	ports, full := t.assign(v, originals)
+	ports, full := t.assign(v, originals, problems)
 	err = errors.Join(err, full)
 	services := make(map[string]kube.Service)
 	for _, s := range v.Services {
@@ -247,11 +254,14 @@ func (t *term) begin(ctx context.Context) error {
 }
 
 // assign returns the ports of each twin: the ports of its original, each with a port of the cloud as Target. A port
-// that an EndpointSlice records stays. The error says that no port was free for some twins.
+// that an EndpointSlice records stays. A namespace gets at most half of all ports, so that its users leave room for
+// others; if it wants more, assign adds that to problems. The error says that no port was free for some twins.
 func (t *term) assign(
-	v kube.MirrorView, originals map[string]original,
+	v kube.MirrorView, originals map[string]original, problems map[string]string,
 ) (ports map[string][]kube.ServicePort, err error) {
 	cfg := t.m.cfg
+	half := (int(cfg.Last-cfg.First) + 2) / 2
+	has := make(map[string]int) // ports of each namespace
 	if time.Since(t.began) >= freedFor {
 		t.first = nil
 	}
@@ -267,6 +277,9 @@ func (t *term) assign(
 	for _, o := range originals {
 		for _, p := range o.tcp() {
 			wanted[o.addr(p)] = true
+			if recorded[o.addr(p)] != 0 || t.given[o.addr(p)] != 0 {
+				has[o.Namespace]++
+			}
 		}
 	}
 	maps.DeleteFunc(t.given, func(addr string, port uint16) bool { return !wanted[addr] || routes[port] != "" })
@@ -281,6 +294,11 @@ func (t *term) assign(
 			if at == 0 {
 				at = t.given[o.addr(p)]
 			}
+			if at == 0 && has[o.Namespace] >= half {
+				problems[o.Key()] = fmt.Sprintf("the twins of the namespace have %d ports, half of those in "+
+					"[mode.cloud.services.mirror]: remove the annotation %s elsewhere, or make ports larger", half, Annotation)
+				continue
+			}
 			if at == 0 {
 				if at = before[o.addr(p)]; at == 0 || used[at] {
 					at = t.free(used)
@@ -290,6 +308,7 @@ func (t *term) assign(
 					continue
 				}
 				t.given[o.addr(p)], used[at] = at, true
+				has[o.Namespace]++
 			}
 			ports[key] = append(ports[key], kube.ServicePort{Name: p.Name, Protocol: p.Protocol, Port: p.Port, Target: at})
 		}
