@@ -140,6 +140,10 @@ func also(first, second error) error {
 // askTimeout is how long a request to a daemon of this machine may take. The daemon may ask other replicas meanwhile.
 const askTimeout = 10 * time.Second
 
+// limited returns ctx with the time that a request to a daemon may take. Without it a command would wait forever for a
+// daemon that hangs, and dpkg with it: the packages' scripts run tunnel restart. Tests shorten the time.
+var limited = context.WithTimeout //nolint:gochecknoglobals // only tests set it
+
 // completeTimeout is how long a completion may take: a person waits for the shell.
 const completeTimeout = 2 * time.Second
 
@@ -151,7 +155,7 @@ func (a *askFlags) nodeNames(
 	if err != nil {
 		return nil, cobra.ShellCompDirectiveNoFileComp
 	}
-	ctx, cancel := context.WithTimeout(cmd.Context(), completeTimeout)
+	ctx, cancel := limited(cmd.Context(), completeTimeout)
 	defer cancel()
 	list, err := client.Nodes(ctx)
 	if err != nil {

@@ -2,7 +2,6 @@ package main
 
 import (
 	"cmp"
-	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -53,7 +52,7 @@ Exit codes: 0 ok, 1 the list is incomplete or the daemon does not answer, 5 with
 			if err != nil {
 				return err
 			}
-			ctx, cancel := context.WithTimeout(cmd.Context(), askTimeout)
+			ctx, cancel := limited(cmd.Context(), askTimeout)
 			defer cancel()
 			var errs []error
 			ending := 0
@@ -139,7 +138,7 @@ func renewNodes(cmd *cobra.Command, ask *askFlags, output *outputFlag, names []s
 	if err != nil {
 		return err
 	}
-	ctx, cancel := context.WithTimeout(cmd.Context(), askTimeout)
+	ctx, cancel := limited(cmd.Context(), askTimeout)
 	defer cancel()
 	answer, err := client.Renew(ctx, names)
 	if err != nil {
@@ -183,7 +182,7 @@ func renewOwn(cmd *cobra.Command, ask *askFlags, output *outputFlag) error {
 	if i < 0 {
 		return &exitError{exitUsage, errors.New("on a cloud, name nodes, or say --all")}
 	}
-	ctx, cancel := context.WithTimeout(cmd.Context(), renewTimeout)
+	ctx, cancel := limited(cmd.Context(), renewTimeout)
 	defer cancel()
 	list, err := api.NewClient(sockets[i].path).RenewOwn(ctx)
 	if err != nil {

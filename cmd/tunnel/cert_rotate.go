@@ -49,7 +49,7 @@ Exit codes: 0 done; 1 failed; 3 the configuration has no CA to replace; 5 nodes 
 					if failed != nil {
 						return failed
 					}
-					ctx, cancel := context.WithTimeout(ctx, askTimeout)
+					ctx, cancel := limited(ctx, askTimeout)
 					defer cancel()
 					answer, failed := client.Renew(ctx, nil)
 					if failed == nil && len(answer.Incomplete) > 0 {
@@ -84,7 +84,7 @@ func rotationView(ctx context.Context, ask *askFlags) (*setup.RotationView, erro
 	if err != nil {
 		return nil, err
 	}
-	ctx, cancel := context.WithTimeout(ctx, askTimeout)
+	ctx, cancel := limited(ctx, askTimeout)
 	defer cancel()
 	list, err := client.Certificates(ctx)
 	if err != nil {

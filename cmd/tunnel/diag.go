@@ -166,7 +166,7 @@ func (d *diag) addDaemon(ctx context.Context, folder, socket string) {
 		if one.path == "/v1/nodes" && folder == "edge" {
 			continue // only a cloud lists nodes
 		}
-		asking, cancel := context.WithTimeout(ctx, diagTime)
+		asking, cancel := limited(ctx, diagTime)
 		text, err := client.Get(asking, one.path)
 		cancel()
 		d.add(folder+"/"+one.file, text, err)

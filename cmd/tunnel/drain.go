@@ -5,12 +5,14 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"time"
 
 	"github.com/spf13/cobra"
 
 	"tunnel.example/tunnel/pkg/admin"
 	"tunnel.example/tunnel/pkg/api"
 	"tunnel.example/tunnel/pkg/listen"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // drained is the answer to POST /v1/drain.
@@ -61,6 +63,10 @@ func (d *daemon) drainCheck() admin.Check {
 	}
 }
 
+// drainTimeout is how long tunnel drain waits for the answer. A cloud answers when its edges have moved, which may take
+// a part of the grace period.
+const drainTimeout = tunnel.GracePeriod + 10*time.Second
+
 func newDrainCommand() *cobra.Command {
 	var ask askFlags
 	var output outputFlag
@@ -89,8 +95,10 @@ the configuration names no admin socket.`,
 				path += "?stop"
 			}
 			return askEach(&ask, func(s daemonSocket, name string) error {
+				ctx, cancel := limited(cmd.Context(), drainTimeout)
+				defer cancel()
 				done := new(drained)
-				if err := api.NewClient(s.path).Call(cmd.Context(), http.MethodPost, path, nil, done); err != nil {
+				if err := api.NewClient(s.path).Call(ctx, http.MethodPost, path, nil, done); err != nil {
 					return failed(err)
 				}
 				if encoded, err := output.encode(cmd.OutOrStdout(), done); encoded {

@@ -179,6 +179,8 @@ func (f *forwardFlags) call(ctx context.Context, method, path string, body, v an
 	if err != nil {
 		return err
 	}
+	ctx, cancel := limited(ctx, reloadTimeout)
+	defer cancel()
 	if err = client.Call(ctx, method, path, body, v); err != nil {
 		return failed(err)
 	}
@@ -204,7 +206,7 @@ func (f *forwardFlags) listens(cmd *cobra.Command, prefix string) ([]cobra.Compl
 	if err != nil {
 		return nil, directive
 	}
-	ctx, cancel := context.WithTimeout(cmd.Context(), completeTimeout)
+	ctx, cancel := limited(cmd.Context(), completeTimeout)
 	defer cancel()
 	var list forwards
 	if err = client.Call(ctx, http.MethodGet, "/v1/forwards", nil, &list); err != nil {

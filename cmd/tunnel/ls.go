@@ -2,7 +2,6 @@ package main
 
 import (
 	"cmp"
-	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -41,7 +40,7 @@ Exit codes: 0 ok, 1 the list is incomplete or no cloud answers, 5 a node that wa
 			if err != nil {
 				return err
 			}
-			ctx, cancel := context.WithTimeout(cmd.Context(), askTimeout)
+			ctx, cancel := limited(cmd.Context(), askTimeout)
 			defer cancel()
 			list, err := client.Nodes(ctx)
 			if err != nil {
@@ -178,7 +177,7 @@ line.`,
 			if err != nil {
 				return err
 			}
-			ctx, cancel := context.WithTimeout(cmd.Context(), askTimeout)
+			ctx, cancel := limited(cmd.Context(), askTimeout)
 			defer cancel()
 			var errs []error
 			for _, name := range names {

@@ -73,12 +73,22 @@ answer, 1 no cloud answers.`,
 	return cmd
 }
 
+// pingTimeout is how long a command waits for a ping. The cloud gives up before, after 15 s, and says why.
+const pingTimeout = 20 * time.Second
+
+// pingOnce pings a node, or a target behind it.
+func pingOnce(ctx context.Context, client *api.Client, node, target string) (*api.Pinged, error) {
+	ctx, cancel := limited(ctx, pingTimeout)
+	defer cancel()
+	return client.Ping(ctx, node, target)
+}
+
 // run pings until count is reached, a ping fails, or ctx is done.
 func (p *pingFlags) run(ctx context.Context, client *api.Client, w io.Writer, node, target string) error {
 	alone := 0.0 // seconds to open a conn to the node itself, in which the target has no part
 	if target != "" {
 		// An old edge or a konnectivity agent refuses this one, and may yet dial the target.
-		if first, err := client.Ping(ctx, node, ""); err == nil {
+		if first, err := pingOnce(ctx, client, node, ""); err == nil {
 			alone = first.OpenSeconds
 		}
 	}
@@ -93,7 +103,7 @@ func (p *pingFlags) run(ctx context.Context, client *api.Client, w io.Writer, no
 		if ctx.Err() != nil {
 			break
 		}
-		pinged, err := client.Ping(ctx, node, target)
+		pinged, err := pingOnce(ctx, client, node, target)
 		switch {
 		case err != nil && ctx.Err() != nil: // Ctrl-C
 		case err != nil:

@@ -12,6 +12,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"syscall"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -293,6 +294,10 @@ func (w *warnings) WithAttrs([]slog.Attr) slog.Handler { return w }
 // WithGroup implements slog.Handler.
 func (w *warnings) WithGroup(string) slog.Handler { return w }
 
+// reloadTimeout is how long a command waits for a change of the configuration. The change waits for a restart that is
+// under way, and then opens ports and reads files.
+const reloadTimeout = restartTimeout + 10*time.Second
+
 func newReloadCommand() *cobra.Command {
 	var ask askFlags
 	var output outputFlag
@@ -321,8 +326,10 @@ problem.`,
 				return err
 			}
 			return askEach(&ask, func(s daemonSocket, name string) error {
+				ctx, cancel := limited(cmd.Context(), reloadTimeout)
+				defer cancel()
 				done := new(reloaded)
-				err := api.NewClient(s.path).Call(cmd.Context(), http.MethodPost, "/v1/reload", nil, done)
+				err := api.NewClient(s.path).Call(ctx, http.MethodPost, "/v1/reload", nil, done)
 				if err != nil {
 					return failed(err)
 				}

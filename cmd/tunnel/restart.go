@@ -107,6 +107,9 @@ const (
 	// lastTime is how long the old process continues before it drains. Callers that the old process accepted last have
 	// this time for their TLS handshake.
 	lastTime = 1500 * time.Millisecond
+	// restartTimeout is how long tunnel restart waits for the answer. It is longer than all that the old process waits
+	// for: startTime and a second more, 2*moveTime and systemdTime.
+	restartTimeout = startTime + 2*moveTime + 10*time.Second
 	// firstTime is how long after the first edge has come the new process waits for the other edges before it serves.
 	// An edge without conns keeps its old session for stream.Overlap, which is longer than firstTime and lastTime
 	// together: the old process needs the session for callers that it has accepted last.
@@ -398,7 +401,7 @@ says why.
 
   tunnel restart
 
-Exit codes: 0 the new process serves; 1 the old one serves as before, or no admin socket answers; 3 the
+Exit codes: 0 the new process serves; 1 the old one serves as before, or none has answered within 64 s; 3 the
 configuration has a problem.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -409,8 +412,10 @@ configuration has a problem.`,
 				return &exitError{exitRuntime, err} // the packages' scripts then restart the service
 			}
 			return askEach(&ask, func(s daemonSocket, name string) error {
+				ctx, cancel := limited(cmd.Context(), restartTimeout)
+				defer cancel()
 				done := new(restarted)
-				if err := api.NewClient(s.path).Call(cmd.Context(), http.MethodPost, "/v1/restart", nil, done); err != nil {
+				if err := api.NewClient(s.path).Call(ctx, http.MethodPost, "/v1/restart", nil, done); err != nil {
 					return failed(err)
 				}
 				if encoded, err := output.encode(cmd.OutOrStdout(), done); encoded {

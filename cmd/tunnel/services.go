@@ -30,7 +30,7 @@ func askServices(ctx context.Context, ask *askFlags, path string) (*relay.List, 
 	if err != nil {
 		return nil, err
 	}
-	ctx, cancel := context.WithTimeout(ctx, askTimeout)
+	ctx, cancel := limited(ctx, askTimeout)
 	defer cancel()
 	list := new(relay.List)
 	if err := client.Call(ctx, http.MethodGet, "/v1/services"+path, nil, list); err != nil {

@@ -19,6 +19,20 @@ import (
 // edgeSocket serves these paths as the admin socket of an edge, and returns its path.
 func edgeSocket(t *testing.T, handlers map[string]http.Handler) (path string) {
 	t.Helper()
+	ln, path := listenSocket(t)
+	mux := http.NewServeMux()
+	for pattern, h := range handlers {
+		mux.Handle(pattern, h)
+	}
+	srv := &http.Server{Handler: mux, ReadHeaderTimeout: time.Minute}
+	go srv.Serve(ln) // Close ends it
+	t.Cleanup(func() { srv.Close() })
+	return path
+}
+
+// listenSocket opens a unix socket, which nobody serves yet.
+func listenSocket(t *testing.T) (ln net.Listener, path string) {
+	t.Helper()
 	if runtime.GOOS == "windows" {
 		t.Skip("tunnel has no unix sockets on Windows")
 	}
@@ -28,18 +42,12 @@ func edgeSocket(t *testing.T, handlers map[string]http.Handler) (path string) {
 	}
 	t.Cleanup(func() { os.RemoveAll(dir) })
 	path = filepath.Join(dir, "sock")
-	ln, err := net.Listen("unix", path)
+	ln, err = net.Listen("unix", path)
 	if err != nil {
 		t.Fatal(err)
 	}
-	mux := http.NewServeMux()
-	for pattern, h := range handlers {
-		mux.Handle(pattern, h)
-	}
-	srv := &http.Server{Handler: mux, ReadHeaderTimeout: time.Minute}
-	go srv.Serve(ln) // Close ends it
-	t.Cleanup(func() { srv.Close() })
-	return path
+	t.Cleanup(func() { ln.Close() })
+	return ln, path
 }
 
 // What the commands print, with text of the cluster that is not printable.

@@ -38,7 +38,7 @@ Exit codes: 0 ready, 1 not ready, or a daemon or a replica does not answer.`,
 			if err != nil {
 				return err
 			}
-			ctx, cancel := context.WithTimeout(cmd.Context(), askTimeout)
+			ctx, cancel := limited(cmd.Context(), askTimeout)
 			defer cancel()
 			var errs []error
 			for _, s := range sockets {

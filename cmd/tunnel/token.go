@@ -288,7 +288,7 @@ func sessionAfterRevoke(ctx context.Context, c *conf.Cloud, node tunnel.NodeName
 	if c.AdminSocket == "" {
 		return "Not checked: the configuration names no admin socket, by which a cloud could be asked for its sessions."
 	}
-	ctx, cancel := context.WithTimeout(ctx, revokeTime)
+	ctx, cancel := limited(ctx, revokeTime)
 	defer cancel()
 	client, connected := api.NewClient(c.AdminSocket), false
 	for {

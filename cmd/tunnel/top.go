@@ -111,7 +111,7 @@ Exit codes: 0 ok, 1 no cloud answers.`,
 func (t *topFlags) run(ctx context.Context, client *api.Client, w, errs io.Writer) error {
 	var before *api.NodeList
 	for {
-		asking, cancel := context.WithTimeout(ctx, askTimeout)
+		asking, cancel := limited(ctx, askTimeout)
 		list, err := client.Nodes(asking)
 		cancel()
 		switch {

@@ -1,7 +1,6 @@
 package main
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -56,7 +55,7 @@ answer, 1 no cloud answers.`,
 			if err != nil {
 				return err
 			}
-			ctx, cancel := context.WithTimeout(cmd.Context(), traceTimeout)
+			ctx, cancel := limited(cmd.Context(), traceTimeout)
 			defer cancel()
 			traced, err := client.Trace(ctx, args[0], args[1])
 			if err != nil {

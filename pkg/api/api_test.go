@@ -308,6 +308,12 @@ func TestClientErrors(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
+	defer cancel()
+	if _, err := NewClient(path).Status(ctx); err == nil || NotRunning(err) ||
+		!strings.HasPrefix(err.Error(), "the process does not answer on "+path) {
+		t.Errorf("a process that hangs: %v", err)
+	}
 	srv := &http.Server{Handler: http.NotFoundHandler()}
 	go srv.Serve(ln)
 	defer srv.Close()

@@ -16,7 +16,8 @@ import (
 	json2 "github.com/go-json-experiment/json"
 )
 
-// Client asks the process that serves an admin socket.
+// Client asks the process that serves an admin socket. Its methods wait for the answer until their context is done.
+// The process may hang, so a caller that does not follow a stream sets a deadline.
 type Client struct {
 	path string
 	http *http.Client
@@ -95,6 +96,9 @@ func (c *Client) explained(err error) error {
 	case NotRunning(err):
 		return &socketError{fmt.Sprintf("nothing listens on %s: is it running? After a change of the key socket, name the "+
 			"old one with --socket", c.path), err}
+	case errors.Is(err, context.DeadlineExceeded):
+		return &socketError{fmt.Sprintf("the process does not answer on %s in time, but may still do what it was asked: "+
+			"see its log, or restart it, such as with systemctl restart tunnel-cloud or tunnel-edge", c.path), err}
 	case errors.Is(err, fs.ErrPermission):
 		return &socketError{fmt.Sprintf("%s may not be used by this user: run this as the user of the daemon, such as with "+
 			"sudo", c.path), err}
