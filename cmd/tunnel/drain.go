@@ -34,9 +34,13 @@ func (r *restarter) drain(ctx context.Context, stops bool) (*drained, error) {
 	switch {
 	case r.reloader.next != 0:
 		return nil, errLeft
+	// The units of tunnel have Restart=always, whatever the exit code is.
+	case stops && r.isService():
+		return nil, conflictf("systemd would start it again: run systemctl stop tunnel-%s, which drains it the same way",
+			r.daemon.mode)
 	case r.edges != nil && !stops && !r.daemon.drained.Load() && r.edges.Alone():
 		return nil, conflictf("there is no other replica that could take the edges: " +
-			"end it by tunnel drain --stop, or replace it by tunnel restart")
+			"end it by tunnel drain --stop (a systemd service: by systemctl stop), or replace it by tunnel restart")
 	}
 	if !r.daemon.drained.Swap(true) {
 		r.daemon.log.Info("draining, as tunnel drain asks")
@@ -78,13 +82,14 @@ func newDrainCommand() *cobra.Command {
 the other replicas, and then its ports close. An edge gets no new connections. Open connections go on, and
 the process does not end. To bring it back, start it again.
 
-With --stop the process ends afterwards, as after SIGTERM: open connections have 25 s.
+With --stop the process ends afterwards, as after SIGTERM: open connections have 25 s. Under systemd, --stop
+is refused, since systemd would start the process again: systemctl stop drains it the same way.
 
   tunnel drain
   tunnel drain --stop
 
-Exit codes: 0 drained; 1 no answer, a reload or a restart is under way, or no other replica takes the edges; 3
-the configuration names no admin socket.`,
+Exit codes: 0 drained; 1 no answer, a reload or a restart is under way, no other replica takes the edges, or
+systemd would start the process again; 3 the configuration names no admin socket.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := output.check(); err != nil {

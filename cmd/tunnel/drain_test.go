@@ -2,8 +2,14 @@ package main
 
 import (
 	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"strconv"
+	"strings"
 	"testing"
 
+	"tunnel.example/tunnel/pkg/takeover"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
@@ -32,5 +38,42 @@ func TestDrainOfSite(t *testing.T) {
 		if err != nil || *got != (drained{"edge", 15}) || site.drained != 1 {
 			t.Errorf("drain says %+v, %v; the site was drained %d times", got, err, site.drained)
 		}
+	}
+}
+
+// A service that ended by tunnel drain --stop would come back, so it refuses, and continues. Without systemd it ends.
+func TestDrainOfAService(t *testing.T) {
+	own := strconv.Itoa(os.Getpid())
+	for name, tc := range map[string]struct {
+		started, notify string // SYSTEMD_EXEC_PID and NOTIFY_SOCKET
+		before          *takeover.Predecessor
+		stops           bool
+	}{
+		"a service":                        {own, "/n", nil, false},
+		"a service without NotifyAccess":   {own, "", nil, false},
+		"a service that has taken over":    {"1", "/n", new(takeover.Predecessor), false},
+		"a shell of a service":             {"1", "", nil, true},
+		"it has taken over, in a terminal": {"1", "", new(takeover.Predecessor), true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Setenv("SYSTEMD_EXEC_PID", tc.started)
+			t.Setenv(notifyVariable, tc.notify)
+			stopped := false
+			r := &restarter{
+				daemon: &daemon{
+					mode: "edge", log: slog.New(slog.DiscardHandler), place: place{before: tc.before},
+					live: func() []*tunnel.Session { return nil },
+				},
+				reloader: &reloader{stop: func() { stopped = true }},
+			}
+			paths := make(map[string]http.Handler)
+			r.handle(paths)
+			w := httptest.NewRecorder()
+			paths["POST /v1/drain"].ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/v1/drain?stop", nil))
+			refused := w.Code == http.StatusConflict && strings.Contains(w.Body.String(), "systemctl stop tunnel-edge")
+			if stopped != tc.stops || refused == tc.stops || r.daemon.drained.Load() != tc.stops {
+				t.Errorf("it has stopped: %t, want %t; status %d: %s", stopped, tc.stops, w.Code, w.Body)
+			}
+		})
 	}
 }

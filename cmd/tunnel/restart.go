@@ -283,7 +283,7 @@ func (r *restarter) restart(ctx context.Context) (*restarted, error) {
 	next, err := takeover.Start(takeover.Config{
 		Program: program, Args: os.Args, Env: os.Environ(), Sockets: r.daemon.sockets, Instance: r.instance(),
 		Endpoints: r.daemon.endpoints(),
-		Sibling:   systemd != nil && (r.daemon.before != nil || isChildOfSystemd(os.Getenv, os.Getpid(), os.Getppid())),
+		Sibling:   systemd != nil && r.isService(),
 	})
 	if err != nil {
 		return nil, conflictf("starting %s: %w", program, err)
@@ -316,6 +316,13 @@ func (r *restarter) restart(ctx context.Context) (*restarted, error) {
 	}
 	log.Info("a new process has taken over; this one drains and ends", "pid", next.PID())
 	return done, nil
+}
+
+// isService reports whether this process is the main process of a systemd service: systemd has started it, or it has
+// taken over from such a process, which has told systemd so.
+func (r *restarter) isService() bool {
+	return isChildOfSystemd(os.Getenv, os.Getpid(), os.Getppid()) ||
+		r.daemon.before != nil && os.Getenv(notifyVariable) != ""
 }
 
 // endpoints returns takeover.Config.Endpoints.
