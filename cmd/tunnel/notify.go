@@ -41,8 +41,18 @@ func isChildOfSystemd(env func(string) string, pid, parent int) bool {
 		env("SYSTEMD_EXEC_PID") == "" && env("INVOCATION_ID") != "" && parent == 1
 }
 
-// isUnknownChild reports whether systemd has started the process pid, but takes no notifications from it. Then systemd
-// would not learn the id of a process that takes over.
-func isUnknownChild(env func(string) string, pid, parent int) bool {
-	return env(notifyVariable) == "" && isChildOfSystemd(env, pid, parent)
+// unitAdvice says what to do about a unit of systemd that would not learn from the process pid which process takes over.
+// It returns "" if systemd would learn it, or has not started pid. The process pid must not have taken over itself: such
+// a process is the main process of its service, but has the variables of the process that systemd has started.
+func unitAdvice(env func(string) string, pid, parent int, mode string) (todo string) {
+	started := env("SYSTEMD_EXEC_PID")
+	switch {
+	case env(notifyVariable) == "" && isChildOfSystemd(env, pid, parent):
+		return "write NotifyAccess=main into the unit, as deployment/systemd has it"
+	// systemd believes only the main process of a service.
+	case env(notifyVariable) != "" && started != "" && started != strconv.Itoa(pid):
+		return "the main process of the unit is " + started + ", and not this one: let ExecStart= start tunnel " + mode +
+			", or write exec before it in the script"
+	}
+	return ""
 }

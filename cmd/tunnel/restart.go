@@ -261,11 +261,12 @@ func (r *restarter) restart(ctx context.Context) (*restarted, error) {
 	case os.Getpid() == 1, os.Getenv("KUBERNETES_SERVICE_HOST") != "":
 		return nil, conflictf("the container ends when this process ends: in Kubernetes run kubectl rollout restart, " +
 			"with two replicas")
-	// A process that took over was started by the old process, not by systemd, although it has the variables that
-	// systemd sets.
-	case r.daemon.before == nil && isUnknownChild(os.Getenv, os.Getpid(), os.Getppid()):
-		return nil, conflictf("systemd would not know the new process: write NotifyAccess=main into the unit, as "+
-			"deployment/systemd has it, and run systemctl daemon-reload and systemctl restart tunnel-%s once", r.daemon.mode)
+	}
+	if r.daemon.before == nil {
+		if todo := unitAdvice(os.Getenv, os.Getpid(), os.Getppid(), r.daemon.mode); todo != "" {
+			return nil, conflictf("systemd would not know the new process: %s, and run systemctl daemon-reload and "+
+				"systemctl restart tunnel-%s once", todo, r.daemon.mode)
+		}
 	}
 	program, err := programPath()
 	if err != nil {

@@ -12,6 +12,7 @@ import (
 	"tunnel.example/tunnel/internal/testkit"
 	"tunnel.example/tunnel/pkg/listen"
 	"tunnel.example/tunnel/pkg/stream"
+	"tunnel.example/tunnel/pkg/takeover"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
@@ -78,19 +79,38 @@ func TestUnknownChild(t *testing.T) {
 	for _, tc := range []struct {
 		env    map[string]string
 		parent int
-		want   bool
+		want   string // part of the advice; "": a restart is permitted
 	}{
-		{map[string]string{"SYSTEMD_EXEC_PID": "7", "INVOCATION_ID": "a"}, 1, true},
-		{map[string]string{"SYSTEMD_EXEC_PID": "7", "INVOCATION_ID": "a", "NOTIFY_SOCKET": "/n"}, 1, false},
-		{map[string]string{"SYSTEMD_EXEC_PID": "7"}, shell, true}, // of a user's systemd
-		{map[string]string{"SYSTEMD_EXEC_PID": "3", "INVOCATION_ID": "a"}, 1, false},
-		{map[string]string{"INVOCATION_ID": "a"}, 1, true}, // systemd before version 248
-		{map[string]string{"INVOCATION_ID": "a", "NOTIFY_SOCKET": "/n"}, 1, false},
-		{map[string]string{"INVOCATION_ID": "a"}, shell, false},
-		{nil, 1, false},
+		{map[string]string{"SYSTEMD_EXEC_PID": "7", "INVOCATION_ID": "a"}, 1, "NotifyAccess=main"},
+		{map[string]string{"SYSTEMD_EXEC_PID": "7", "INVOCATION_ID": "a", "NOTIFY_SOCKET": "/n"}, 1, ""},
+		{map[string]string{"SYSTEMD_EXEC_PID": "7"}, shell, "NotifyAccess=main"}, // of a user's systemd
+		{map[string]string{"SYSTEMD_EXEC_PID": "3", "INVOCATION_ID": "a"}, 1, ""},
+		{map[string]string{"INVOCATION_ID": "a"}, 1, "NotifyAccess=main"}, // systemd before version 248
+		{map[string]string{"INVOCATION_ID": "a", "NOTIFY_SOCKET": "/n"}, 1, ""},
+		{map[string]string{"INVOCATION_ID": "a"}, shell, ""},
+		{map[string]string{"SYSTEMD_EXEC_PID": "3", "NOTIFY_SOCKET": "/n"}, shell, "write exec before it"}, // of a script
+		{map[string]string{"NOTIFY_SOCKET": "/n"}, shell, ""},                                              // no systemd
+		{nil, 1, ""},
 	} {
-		if got := isUnknownChild(func(key string) string { return tc.env[key] }, pid, tc.parent); got != tc.want {
-			t.Errorf("%v with parent %d: %t, want %t", tc.env, tc.parent, got, tc.want)
+		got := unitAdvice(func(key string) string { return tc.env[key] }, pid, tc.parent, "cloud")
+		if !strings.Contains(got, tc.want) || (got == "") != (tc.want == "") {
+			t.Errorf("%v with parent %d: %q, want %q", tc.env, tc.parent, got, tc.want)
+		}
+	}
+}
+
+// A process behind a script refuses. One that has taken over has the same variables, and is the main process.
+func TestRestartBehindScript(t *testing.T) {
+	t.Setenv("SYSTEMD_EXEC_PID", "1")
+	t.Setenv("KUBERNETES_SERVICE_HOST", "")
+	t.Setenv(notifyVariable, filepath.Join(t.TempDir(), "none")) // a restart that is permitted fails there
+	for before, want := range map[*takeover.Predecessor]string{
+		nil:                       "write exec before it",
+		new(takeover.Predecessor): "systemd cannot be notified",
+	} {
+		r := &restarter{daemon: &daemon{mode: "edge", place: place{before: before}}, reloader: new(reloader)}
+		if _, err := r.restart(t.Context()); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("the restart says %v, want %q", err, want)
 		}
 	}
 }

@@ -441,7 +441,8 @@ func TestRestartUnderSystemd(t *testing.T) {
 		}
 		return string(b[:n])
 	}
-	p.cloud, err = rig.Start(&p.CloudLog, "env", "NOTIFY_SOCKET="+p.Path("notify"),
+	p.cloud, err = rig.Start(&p.CloudLog,
+		"env", "-u", "SYSTEMD_EXEC_PID", "NOTIFY_SOCKET="+p.Path("notify"), // a service may run this test
 		program, "cloud", "-c", p.Path("cloud.toml"))
 	if err != nil {
 		t.Fatal(err)
