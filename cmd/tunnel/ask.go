@@ -164,7 +164,7 @@ func (a *askFlags) nodeNames(
 	var names []cobra.Completion
 	for _, n := range list.Nodes {
 		if strings.HasPrefix(n.Name, prefix) && !slices.Contains(args, n.Name) {
-			names = append(names, cobra.CompletionWithDesc(n.Name, string(n.State)))
+			names = append(names, cobra.CompletionWithDesc(tunnel.Printable(n.Name), tunnel.Printable(string(n.State))))
 		}
 	}
 	return names, cobra.ShellCompDirectiveNoFileComp

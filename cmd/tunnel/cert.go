@@ -153,7 +153,7 @@ func renewNodes(cmd *cobra.Command, ask *askFlags, output *outputFlag, names []s
 			len(answer.Asked), span(time.Duration(answer.WithinSeconds)*time.Second))
 	}
 	for _, n := range answer.NotAsked {
-		fmt.Fprintf(cmd.ErrOrStderr(), "warning: %s was not asked: %s\n", n.Node, tunnel.Printable(n.Why))
+		fmt.Fprintf(cmd.ErrOrStderr(), "warning: %s was not asked: %s\n", tunnel.Printable(n.Node), tunnel.Printable(n.Why))
 	}
 	for _, why := range answer.Incomplete {
 		fmt.Fprintln(cmd.ErrOrStderr(), "warning: not every replica has asked its nodes: "+tunnel.Printable(why))

@@ -17,6 +17,7 @@ import (
 
 	"tunnel.example/tunnel/conf"
 	"tunnel.example/tunnel/pkg/api"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 func newDiagCommand() *cobra.Command {
@@ -51,7 +52,7 @@ configuration names no admin socket.`,
 				return err
 			}
 			for _, text := range missing {
-				fmt.Fprintln(cmd.ErrOrStderr(), "warning: "+text)
+				fmt.Fprintln(cmd.ErrOrStderr(), "warning: "+tunnel.Printable(text))
 			}
 			if name != toStdout {
 				_, err = fmt.Fprintln(cmd.OutOrStdout(), name)

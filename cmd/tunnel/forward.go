@@ -14,6 +14,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"tunnel.example/tunnel/conf"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // forwards is the answer to GET /v1/forwards.
@@ -215,7 +216,7 @@ func (f *forwardFlags) listens(cmd *cobra.Command, prefix string) ([]cobra.Compl
 	var all []cobra.Completion
 	for _, one := range list.Forwards {
 		if one.From == fromForwards && strings.HasPrefix(one.Listen, prefix) {
-			all = append(all, cobra.CompletionWithDesc(one.Listen, one.Target))
+			all = append(all, cobra.CompletionWithDesc(tunnel.Printable(one.Listen), tunnel.Printable(one.Target)))
 		}
 	}
 	return all, directive

@@ -32,6 +32,7 @@ import (
 	"tunnel.example/tunnel/conf"
 	"tunnel.example/tunnel/pkg/auth"
 	"tunnel.example/tunnel/pkg/setup"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // Exit codes.
@@ -126,7 +127,7 @@ func execute(ctx context.Context, root *cobra.Command, args []string, stdout, st
 		chosen = &exitError{exitUsage, errors.New(withoutSecrets(err.Error(), args))}
 	}
 	for line := range strings.SplitSeq(joinTokens.ReplaceAllString(chosen.Error(), "***"), "\n") {
-		fmt.Fprintln(stderr, "tunnel: "+line)
+		fmt.Fprintln(stderr, "tunnel: "+tunnel.Printable(line)) // some errors are texts of a daemon or of a node
 	}
 	if chosen.code == exitUsage {
 		fmt.Fprintf(stderr, "Run %s --help to see what there is.\n", cmd.CommandPath())

@@ -41,9 +41,10 @@ func isChildOfSystemd(env func(string) string, pid, parent int) bool {
 		env("SYSTEMD_EXEC_PID") == "" && env("INVOCATION_ID") != "" && parent == 1
 }
 
-// unitAdvice says what to do about a unit of systemd that would not learn from the process pid which process takes over.
-// It returns "" if systemd would learn it, or has not started pid. The process pid must not have taken over itself: such
-// a process is the main process of its service, but has the variables of the process that systemd has started.
+// unitAdvice says what to do about a unit of systemd that would not learn from the process pid which process takes
+// over. It returns "" if systemd would learn it, or has not started pid. The process pid must not have taken over
+// itself: such a process is the main process of its service, but has the variables of the process that systemd has
+// started.
 func unitAdvice(env func(string) string, pid, parent int, mode string) (todo string) {
 	started := env("SYSTEMD_EXEC_PID")
 	switch {

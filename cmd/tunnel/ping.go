@@ -137,7 +137,7 @@ func (p *pingFlags) show(w io.Writer, pinged *api.Pinged, alone float64) float64
 		}
 	}
 	if done, _ := p.output.encodeLine(w, pinged); !done { // its error is ignored as that of printed text
-		fmt.Fprintln(w, text)
+		fmt.Fprintln(w, tunnel.Printable(text))
 	}
 	return trip
 }

@@ -348,7 +348,7 @@ func printReloaded(cmd *cobra.Command, name string, done *reloaded, output *outp
 		return err
 	}
 	for _, w := range done.Warnings {
-		fmt.Fprintln(cmd.ErrOrStderr(), "warning: "+w)
+		fmt.Fprintln(cmd.ErrOrStderr(), "warning: "+tunnel.Printable(w))
 	}
 	var b strings.Builder
 	list := func(title string, changes []conf.Change) {
@@ -356,7 +356,7 @@ func printReloaded(cmd *cobra.Command, name string, done *reloaded, output *outp
 			fmt.Fprintf(&b, "%s: %s\n", name, title)
 		}
 		for _, c := range changes {
-			fmt.Fprintf(&b, "  %s\n", c)
+			fmt.Fprintf(&b, "  %s\n", tunnel.Printable(c.String()))
 		}
 	}
 	list("applied", done.Applied)

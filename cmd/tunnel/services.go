@@ -168,7 +168,7 @@ func printExplained(w io.Writer, service string, list *relay.List, output *outpu
 		if p.Name != "" {
 			at += " (" + p.Name + ")"
 		}
-		fmt.Fprintf(w, "%s: served by %s\n", tunnel.Printable(at), p.Served)
+		fmt.Fprintf(w, "%s: served by %s\n", tunnel.Printable(at), tunnel.Printable(string(p.Served)))
 		err := printTable(w, "  ENDPOINT\tPORT\tNODE\tZONE\tUSABLE\tWHY", len(p.Endpoints), "  no endpoints",
 			func(i int) []string {
 				e := &p.Endpoints[i]

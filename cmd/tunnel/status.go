@@ -95,39 +95,44 @@ func printStatus(w io.Writer, st *api.Status, output *outputFlag) error {
 	if !st.Ready {
 		ready = "NOT ready"
 	}
-	fmt.Fprintf(w, "%s %s (%s), up %s, %s\n", st.Mode, who, st.Software, span(st.Time.Sub(st.Started)), ready)
+	fmt.Fprintln(w, tunnel.Printable(fmt.Sprintf("%s %s (%s), up %s, %s",
+		st.Mode, who, st.Software, span(st.Time.Sub(st.Started)), ready)))
 	c := st.Counts
 	table := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
-	if st.Mode == "cloud" {
-		fmt.Fprintf(table, "nodes\t%d connected to this replica, %d remembered\n", c.Nodes, c.Remembered)
+	// The process may be another program, and some of the text comes from peers.
+	row := func(name, format string, args ...any) {
+		fmt.Fprintln(table, tunnel.Printable(name)+"\t"+tunnel.Printable(fmt.Sprintf(format, args...)))
 	}
-	fmt.Fprintf(table, "conns\t%d open, %d wait for a limit, %d opened so far, %d reset\n",
+	if st.Mode == "cloud" {
+		row("nodes", "%d connected to this replica, %d remembered", c.Nodes, c.Remembered)
+	}
+	row("conns", "%d open, %d wait for a limit, %d opened so far, %d reset",
 		c.Conns, c.Waiting, c.Opened, c.Resets)
-	fmt.Fprintf(table, "bytes\t%s sent, %s received\n", size(c.SentBytes), size(c.ReceivedBytes))
-	fmt.Fprintf(table, "sessions\t%d so far, %d replaced, %d joins refused\n", c.Sessions, c.Replaced, c.JoinsRefused)
+	row("bytes", "%s sent, %s received", size(c.SentBytes), size(c.ReceivedBytes))
+	row("sessions", "%d so far, %d replaced, %d joins refused", c.Sessions, c.Replaced, c.JoinsRefused)
 	for _, code := range slices.Sorted(maps.Keys(c.Refused)) {
-		fmt.Fprintf(table, "refused\t%d %s\n", c.Refused[code], code)
+		row("refused", "%d %s", c.Refused[code], code)
 	}
 	for _, s := range st.Sessions {
-		fmt.Fprintf(table, "session\twith %s (%s), %s old, round trip %s, %d conns\n",
-			s.Remote, tunnel.Printable(s.Software), span(st.Time.Sub(s.Since)), millis(s.RoundTripSeconds), s.Conns)
+		row("session", "with %s (%s), %s old, round trip %s, %d conns",
+			s.Remote, s.Software, span(st.Time.Sub(s.Since)), millis(s.RoundTripSeconds), s.Conns)
 	}
 	for _, r := range st.Replicas {
 		leaving := ""
 		if r.Leaving {
 			leaving = ", about to stop"
 		}
-		fmt.Fprintf(table, "replica\t%s (%s), %d nodes, joined %s ago%s\n",
-			r.Remote, tunnel.Printable(r.Software), r.Nodes, span(st.Time.Sub(r.Since)), leaving)
+		row("replica", "%s (%s), %d nodes, joined %s ago%s",
+			r.Remote, r.Software, r.Nodes, span(st.Time.Sub(r.Since)), leaving)
 	}
 	if wide {
 		for _, l := range st.Listeners {
-			fmt.Fprintf(table, "listens\t%s\n", l)
+			row("listens", "%s", l)
 		}
 	}
 	for _, check := range st.Checks {
 		if wide || check.State != admin.StateOK {
-			fmt.Fprintf(table, "%s\t%s %s\n", check.State, check.Name, tunnel.Printable(check.Text))
+			row(string(check.State), "%s %s", check.Name, check.Text)
 		}
 	}
 	return table.Flush()

@@ -361,7 +361,7 @@ Exit codes: 0 revoked; 1 a file cannot be read or written; 2 wrong command line;
 			if name == "" {
 				return nil
 			}
-			_, err = fmt.Fprintln(cmd.OutOrStdout(), sessionAfterRevoke(cmd.Context(), c, name))
+			_, err = fmt.Fprintln(cmd.OutOrStdout(), tunnel.Printable(sessionAfterRevoke(cmd.Context(), c, name)))
 			return err
 		},
 	}
