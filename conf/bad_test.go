@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -71,6 +72,12 @@ addr = []
 			`11: mode.cloud.https.tls: expected a string, found a date: write it in double quotes`,
 			`12: mode.cloud.https.addr: expected a table, found an array of strings`,
 			`13: mode.cloud.tcp: expected a table, found an array of tables: write [name], not [[name]]`,
+		}},
+		{"a number that an int of 32 bits cannot hold", server + "[mode.cloud.limits]\nconns = 4294967297\n", []string{
+			`7: mode.cloud.limits.conns: ` + map[int]string{
+				32: `expected a whole number, found a whole number that is too large`,
+				64: `4294967297 is not from 1 to 65536: write a number between them, or remove it for the default`,
+			}[strconv.IntSize],
 		}},
 		{"types in free tables", server + `[mode.cloud.tcp]
 "127.0.0.1:1" = 1
@@ -164,6 +171,9 @@ channelzaddr = "10.0.0.1:7001"
 				`'-' and '.', at most 253 of them, such as "configmap:tunnel-inventory"`}},
 		{"nodes of no cluster", server + "[mode.cloud.admin]\nnodeselector = \"edge=\"\n", []string{
 			`7: mode.cloud.admin.nodeselector: it selects among the nodes in Kubernetes, and this cloud reads none: remove it`}},
+		{"a long socket", server + "[mode.cloud.admin]\nsocket = \"/run/" + strings.Repeat("x", 103) + "\"\n", []string{
+			`7: mode.cloud.admin.socket: "/run/` + strings.Repeat("x", 103) + `" is too long for a socket: ` +
+				`107 bytes are allowed`}},
 		{"the inventory's namespace", server + "[mode.cloud.admin]\ninventory = \"configmap:nodes\"\n", []string{
 			`7: mode.cloud.admin.inventory: POD_NAMESPACE "" is not the namespace of the ConfigMap: ` +
 				`set it from the pod's metadata.namespace, or write the path of a file`}},
@@ -171,8 +181,9 @@ channelzaddr = "10.0.0.1:7001"
 			`7: mode.cloud.admin.page: "0.0.0.0:9790" is not an address on loopback, and the page shows every node without ` +
 				`a password: write page = "127.0.0.1:9790", and reach it by ssh -L 9790:127.0.0.1:9790 CLOUD, ` +
 				`or by kubectl port-forward POD 9790`}},
-		{"the page takes a port", server + "[mode.cloud.admin]\npage = \"127.0.0.1:9000\"\n", []string{
-			`7: mode.cloud.admin.page: port 9000 is taken by mode.cloud.stream.server.grpcport: choose another`}},
+		// systemd may make the folder of a socket later, so a missing folder is no problem.
+		{"the page takes a port", server + "[mode.cloud.admin]\nsocket = \"/none/s\"\npage = \"127.0.0.1:9000\"\n", []string{
+			`8: mode.cloud.admin.page: port 9000 is taken by mode.cloud.stream.server.grpcport: choose another`}},
 
 		{"https addresses", server + `[mode.cloud.https]
 listen = "0.0.0.0:10250"
@@ -504,6 +515,8 @@ connections = 65
 logport = 7011
 channelzaddr = "0.0.0.0:7011"
 congestion = "tcp bbr"
+[mode.edge.admin]
+socket = "/run/` + strings.Repeat("x", 103) + `"
 `, []string{
 			`2: mode.edge.stream.client.servername: "tunnel.example.com" is not host:port: ` +
 				`write an address such as "tunnel.example.com:9000"`,
@@ -517,7 +530,9 @@ congestion = "tcp bbr"
 			`10: mode.edge.stream.client.channelzaddr: port 7011 is taken by mode.edge.stream.client.logport: ` +
 				`choose another`,
 			`11: mode.edge.stream.client.congestion: "tcp bbr" is not the name of a congestion control: ` +
-				`write "auto", "system", or a name such as "bbr"`}},
+				`write "auto", "system", or a name such as "bbr"`,
+			`13: mode.edge.admin.socket: "/run/` + strings.Repeat("x", 103) + `" is too long for a socket: ` +
+				`107 bytes are allowed`}},
 		{"services", client + "[mode.edge.services]\nmode = \"full\"\ndirect = [\"10.0.0.1/8\", \"home\"]\n", []string{
 			`8: mode.edge.services.direct: "10.0.0.1/8": did you mean "10.0.0.0/8"?`,
 			`8: mode.edge.services.direct: "home" is not a network: write one such as "10.88.1.0/24"`}},

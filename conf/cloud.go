@@ -580,6 +580,7 @@ func (c *Cloud) check(r *report) {
 	if c.Expected != "" && !c.ReadsNodes() {
 		r.add(adminTable+"nodeselector", "it selects among the nodes in Kubernetes, and this cloud reads none: remove it")
 	}
+	r.socket(adminTable+"socket", c.AdminSocket)
 	r.page(c.Page)
 	c.checkTraces(r)
 	r.ports(c.listeners())

@@ -133,6 +133,7 @@ func (d *decoder) value(key toml.Key, p toml.Primitive, v reflect.Value) {
 	case reflect.Int:
 		var n int64
 		if n, ok = raw.(int64); ok {
+			ok = !v.OverflowInt(n) // an int may have 32 bits
 			v.SetInt(n)
 		}
 	case reflect.Bool:
@@ -435,6 +436,7 @@ func describe(raw any) string {
 // hint says how to write the value, if the mistake is a common one; else "".
 func hint(v reflect.Value, raw any) string {
 	_, isString := raw.(string)
+	_, isWhole := raw.(int64)
 	_, isArray := raw.([]any)
 	_, isTable := raw.(map[string]any)
 	_, isTables := raw.([]map[string]any)
@@ -442,6 +444,8 @@ func hint(v reflect.Value, raw any) string {
 	// Slices of structs come first, so the later cases for slices are about lists of strings.
 	case k == reflect.Slice && v.Type().Elem().Kind() == reflect.Struct:
 		return ": write every element in braces, [{…}]"
+	case k == reflect.Int && isWhole:
+		return " that is too large"
 	case (k == reflect.Int || k == reflect.Bool) && isString:
 		return ": write it without quotes"
 	case k == reflect.String && !isArray && !isTable && !isTables:

@@ -203,6 +203,7 @@ func (e *Edge) check(r *report) {
 			r.add(edgeTablePrefix+"allow", "%v", err)
 		}
 	}
+	r.socket(edgeTablePrefix+"admin.socket", e.AdminSocket)
 	e.checkClient(r)
 	if e.LogPort != 0 {
 		r.port(t+"logport", e.LogPort)

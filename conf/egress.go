@@ -191,15 +191,22 @@ func (r *report) listener(key, u string) {
 	// A relative path would depend on the working directory of the process.
 	case unix && !filepath.IsAbs(path):
 		r.add(key, "%q has no absolute path: write one such as \"unix:///run/tunnel/egress.sock\"", u)
-	case unix && len(path) > maxSocketPath:
-		r.add(key, "%q is too long for a socket: %d bytes are allowed", path, maxSocketPath)
 	case unix:
+		r.socket(key, path)
 	case !strings.HasPrefix(u, schemeTLS):
 		r.add(key, "%q is neither unix:///PATH nor tls://HOST:PORT: write one of them", u)
 	default:
 		if _, _, ok := splitListen(u[len(schemeTLS):]); !ok {
 			r.add(key, "%q has no address to listen on: write one such as \"tls://0.0.0.0:8090\"", u)
 		}
+	}
+}
+
+// socket reports a path that is too long for a unix socket. The folder may be missing yet: systemd makes that of
+// RuntimeDirectory= when the daemon starts. "" is allowed.
+func (r *report) socket(key, path string) {
+	if len(path) > maxSocketPath {
+		r.add(key, "%q is too long for a socket: %d bytes are allowed", path, maxSocketPath)
 	}
 }
 
