@@ -207,7 +207,7 @@ func TestDefaultConfig(t *testing.T) {
 	}
 }
 
-// Flags of init that exclude or need each other, and a pod that does not know its namespace.
+// Flags of init and join that exclude or need each other, and a pod that does not know its namespace.
 func TestInitFlags(t *testing.T) {
 	t.Setenv("POD_NAMESPACE", "")
 	for line, want := range map[string]string{
@@ -216,11 +216,21 @@ func TestInitFlags(t *testing.T) {
 		"--secret s --configmap c --dir /srv": "none of the others can be",
 		"--secret s --configmap c --systemd":  "none of the others can be",
 		"--secret s --configmap c":            "POD_NAMESPACE is not set",
+		// With this address, init would write nothing into /etc/tunnel.
+		"--secret= --configmap c --address b": "each need a name",
+		"--secret s --configmap= --address b": "each need a name",
+		"--secret= --configmap= --address b":  "each need a name",
 		"--dir /nonexistent --san no_ip:9000": `--san: "no_ip:9000" is neither a name nor an IP address`,
 	} {
 		code, _, errs := says(t, append([]string{"init", "--address", "a:9000"}, strings.Fields(line)...)...)
 		if code != exitUsage || !strings.Contains(errs, want) {
 			t.Errorf("init %s: exit code %d, %q; want %d, %q", line, code, errs, exitUsage, want)
+		}
+	}
+	for _, proxy := range []string{"http://10.0.0.1:3128", "none", "env"} {
+		code, _, errs := says(t, "join", "--token-file", "none", "--proxy-file", "none", "--proxy", proxy)
+		if code != exitUsage || !strings.Contains(errs, "none of the others can be") {
+			t.Errorf("join with two proxies: exit code %d, %q; want %d", code, errs, exitUsage)
 		}
 	}
 }

@@ -66,7 +66,10 @@ Both are in the namespace that the variable POD_NAMESPACE names. Objects that ex
 Exit codes: 0 made, 1 a step failed, 2 wrong command line, 3 a configuration that exists has a problem.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			if flags.secret != "" {
+			if cmd.Flags().Changed("secret") {
+				if flags.secret == "" || flags.configMap == "" { // such as a variable of a Job that is not set
+					return &exitError{exitUsage, errors.New("--secret and --configmap each need a name, which is not empty")}
+				}
 				return setupError(flags.initCluster(cmd))
 			}
 			return setupError(setup.Init(cmd.Context(), setup.InitConfig{

@@ -71,5 +71,6 @@ Exit codes: 0 ok, 1 a step failed, 2 wrong command line or no token, 4 refused b
 		"`file` with the CA of an https:// proxy or a wss:// server; else the system's")
 	f.BoolVar(&flags.force, "force", false, "replace the files of another node, or of another cloud")
 	f.BoolVar(&flags.systemd, "systemd", false, "have systemd start the edge, now and with the machine")
+	cmd.MarkFlagsMutuallyExclusive("proxy", "proxy-file")
 	return cmd
 }
