@@ -3,7 +3,6 @@ package conf
 import (
 	"cmp"
 	"errors"
-	"fmt"
 	"io/fs"
 	"maps"
 	"os"
@@ -13,8 +12,6 @@ import (
 	"strings"
 
 	"github.com/BurntSushi/toml"
-
-	"tunnel.example/tunnel/pkg/auth"
 )
 
 // Forward is a TCP port in the file of forwards, [mode.cloud.admin] forwards, which `tunnel forward` writes. The file
@@ -86,7 +83,8 @@ func (c *Cloud) WithForwards(forwards []Forward) (*Cloud, error) {
 	return next, nil
 }
 
-// WriteForwards replaces the file of forwards.
+// WriteForwards replaces the file of forwards. If it returns an error, the file has not changed. The caller syncs the
+// folder afterwards: until then a loss of power could bring the old file back.
 func (c *Cloud) WriteForwards(forwards []Forward) error {
 	// A rename replaces the file as a whole, so that a crash leaves the old file or the new one.
 	f, err := os.CreateTemp(filepath.Dir(c.Forwards), ".forwards-*")
@@ -100,9 +98,6 @@ func (c *Cloud) WriteForwards(forwards []Forward) error {
 	}
 	if err != nil {
 		return errors.Join(err, os.Remove(f.Name()))
-	}
-	if err = auth.SyncFolder(filepath.Dir(c.Forwards)); err != nil { // a loss of power could open a removed port again
-		return fmt.Errorf("%s is written, but perhaps not on the disk: %w", c.Forwards, err)
 	}
 	return nil
 }

@@ -9,6 +9,7 @@ import (
 	"sync/atomic"
 
 	"tunnel.example/tunnel/conf"
+	"tunnel.example/tunnel/pkg/auth"
 	"tunnel.example/tunnel/pkg/balancer"
 	"tunnel.example/tunnel/pkg/egress"
 	"tunnel.example/tunnel/pkg/https"
@@ -34,8 +35,9 @@ type cloudReloader struct {
 	*reloader
 
 	// Set once.
-	file  string
-	doors *cloudDoors
+	file       string
+	doors      *cloudDoors
+	syncFolder func(path string) error // auth.SyncFolder; a test replaces it
 
 	loaded *conf.Cloud // the last configuration that took effect; guarded by reloader.mu
 }
@@ -46,6 +48,7 @@ func newCloudReloader(
 ) *cloudReloader {
 	r := &cloudReloader{
 		reloader: newReloader(w.daemon, w.conf.Settings(), hangups, stop), file: file, doors: &w.doors, loaded: w.conf,
+		syncFolder: auth.SyncFolder,
 	}
 	r.trail = w.trail
 	r.read, r.live = r.readFile, r.doors.live

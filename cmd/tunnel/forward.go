@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"net/http"
 	"net/url"
+	"path/filepath"
 	"slices"
 	"strings"
 
@@ -148,6 +149,10 @@ func (r *cloudReloader) changeForwards(
 		if err := c.WriteForwards(all); err != nil {
 			return fmt.Errorf("%w; forwards in [mode.cloud.admin] must name a file in a folder that the cloud may "+
 				"write to", err)
+		}
+		if err := r.syncFolder(filepath.Dir(c.Forwards)); err != nil { // the file has changed, so the ports change
+			r.log.Error("forwards are written, but a loss of power could bring the old ones back", "target", c.Forwards,
+				"err", err)
 		}
 		return nil
 	})
