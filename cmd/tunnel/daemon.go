@@ -209,10 +209,10 @@ func (d *daemon) run(ctx context.Context) error {
 	defer stopModules(nil)
 	leaving := context.AfterFunc(ctx, func() {
 		asked := time.Now()
-		// Any other cause is a failure, which leaves no time to drain.
 		if d.endRestart != nil {
 			d.endRestart()
 		}
+		// Any other cause is a failure, which leaves no time to drain.
 		stops := context.Cause(ctx) == context.Canceled //nolint:errorlint // the sentinel itself
 		if d.leave != nil && !d.hasLeft() && stops {
 			d.leave(running)

@@ -32,7 +32,7 @@ func (r *restarter) drain(ctx context.Context, stops bool) (*drained, error) {
 	}
 	defer r.reloader.mu.Unlock()
 	switch {
-	case r.reloader.next != 0:
+	case r.reloader.successor != 0:
 		return nil, errLeft
 	// The units of tunnel have Restart=always, whatever the exit code is.
 	case stops && r.isService():

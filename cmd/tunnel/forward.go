@@ -124,7 +124,7 @@ func (r *cloudReloader) changeForwards(
 ) (*reloaded, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.next != 0 {
+	if r.successor != 0 {
 		return nil, errLeft
 	}
 	all, err := r.loaded.ReadForwards()

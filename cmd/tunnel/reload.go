@@ -40,9 +40,9 @@ type reloader struct {
 	drained  *atomic.Bool     // tunnel drain has drained this process
 	hangups  <-chan os.Signal // see takeHangups
 
-	mu      sync.Mutex // guards the following; held during a reload
-	running conf.Settings
-	next    int // id of the process that has taken over; 0: none
+	mu        sync.Mutex // guards the following; held during a reload
+	running   conf.Settings
+	successor int // id of the process that has taken over; 0: none
 }
 
 // errLeft is the error of a request for a process that has been replaced meanwhile.
@@ -117,16 +117,16 @@ func (r *reloader) Run(ctx context.Context) error {
 func (r *reloader) passOn() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	p, err := os.FindProcess(r.next)
+	p, err := os.FindProcess(r.successor)
 	if err == nil {
 		err = p.Signal(syscall.SIGHUP)
 	}
 	if err != nil {
 		r.log.Warn("SIGHUP came to a process that another one has replaced: send it to the new process",
-			"pid", r.next, "err", err)
+			"pid", r.successor, "err", err)
 		return
 	}
-	r.log.Info("SIGHUP is passed on to the new process", "pid", r.next)
+	r.log.Info("SIGHUP is passed on to the new process", "pid", r.successor)
 }
 
 // hasTerminal reports whether the process has a controlling terminal, which exists.
@@ -143,7 +143,7 @@ func hasTerminal() bool {
 func (r *reloader) reload(ctx context.Context) (*reloaded, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.next != 0 {
+	if r.successor != 0 {
 		return nil, errLeft
 	}
 	next, err := r.read()

@@ -74,7 +74,7 @@ func TestHangupIsPassedOn(t *testing.T) {
 	}
 	defer next.Process.Kill()
 	hangups := make(chan os.Signal, 1)
-	r := &reloader{log: slog.New(slog.DiscardHandler), hangups: hangups, next: next.Process.Pid}
+	r := &reloader{log: slog.New(slog.DiscardHandler), hangups: hangups, successor: next.Process.Pid}
 	testkit.Run(t, r.Run)
 	hangups <- syscall.SIGHUP
 	next.Wait() // a signal has ended it

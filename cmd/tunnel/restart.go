@@ -251,7 +251,7 @@ func (r *restarter) restart(ctx context.Context) (*restarted, error) {
 	switch {
 	case r.stops:
 		return nil, errStops
-	case r.reloader.next != 0:
+	case r.reloader.successor != 0:
 		return nil, errLeft
 	case r.daemon.drained.Load():
 		return nil, conflictf("this process is drained: stop it and start it again, since tunnel restart cannot replace it")
@@ -305,7 +305,7 @@ func (r *restarter) restart(ctx context.Context) (*restarted, error) {
 	}
 	next.Release()
 	r.daemon.sockets.Leave()
-	r.reloader.next = next.PID()
+	r.reloader.successor = next.PID()
 	if systemd != nil {
 		systemd.SetWriteDeadline(time.Now().Add(systemdTime))
 		if _, err := fmt.Fprintf(systemd, "MAINPID=%d", next.PID()); err != nil {

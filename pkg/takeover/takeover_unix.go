@@ -90,8 +90,10 @@ func (s *Successor) wait() error {
 	// returns at once.
 	s.cmd.Process.WithHandle(func(pidfd uintptr) { //nolint:errcheck // it fails only without pidfds
 		fds := []unix.PollFd{{Fd: int32(pidfd), Events: unix.POLLIN}} //nolint:gosec // a file descriptor
-		for _, err := unix.Poll(fds, -1); errors.Is(err, unix.EINTR); {
-			_, err = unix.Poll(fds, -1)
+		for {
+			if _, err := unix.Poll(fds, -1); !errors.Is(err, unix.EINTR) {
+				return
+			}
 		}
 	})
 	return errors.New("the new process has ended; see its log")
