@@ -241,6 +241,10 @@ func (j *joining) steps(ctx context.Context) error {
 func (j *joining) explain(files *nodeFiles) {
 	fmt.Fprintf(j.Out, "\nNode %s has joined. Start its edge:\n  %stunnel edge -c %s\n",
 		j.Token.Node, j.Host.sudo(), shellQuote(filepath.Join(files.dir, edgeFile)))
-	fmt.Fprintln(j.Out, "or, to have systemd start it now and with the machine, "+
-		"run the same join once more with --systemd.")
+	without := ""
+	if j.Proxy != "" || j.ProxyFile != "" || j.ProxyCA != "" { // join refuses these flags: edge.toml has their values
+		without = " and without --proxy, --proxy-file and --proxy-ca"
+	}
+	fmt.Fprintf(j.Out, "or, to have systemd start it now and with the machine, "+
+		"run the same join once more with --systemd%s.\n", without)
 }

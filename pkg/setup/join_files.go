@@ -47,6 +47,7 @@ type nodeFiles struct {
 	keep     bool       // edge.toml exists, and is for this node and this cloud; an operator may have edited it
 	existing *conf.Edge // the content of edge.toml; nil unless keep is true
 	moveFrom string     // the certificate that edge.toml names, if it is not certPath; "": there is none to move
+	proxyOld string     // the file with the proxy's URL that moves with the certificate; "": there is none to move
 	servers  []string   // JoinConfig.Servers
 }
 
@@ -186,10 +187,73 @@ func (f *nodeFiles) checkConfig(config string) error {
 			return fmt.Errorf("the unit's user could not read %s (mode %04o): move secrets in it to files of their own, "+
 				"such as proxyfile, run chmod 644 on it, and then the same command again", config, info.Mode().Perm())
 		}
+		if err = f.checkMove(config, is); err != nil {
+			return err
+		}
 		f.moveFrom = cert
 	}
 	f.existing = is
 	return nil
+}
+
+// checkMove is for an edge that an operator has started, and that systemd will start from now on, as another user.
+// It finds out whether the file with the proxy's URL has to move, too. It returns an error if the unit's user could
+// not read another file that edge.toml names.
+func (f *nodeFiles) checkMove(config string, is *conf.Edge) error {
+	text, err := os.ReadFile(config)
+	if err != nil {
+		return err
+	}
+	old := filepath.Join(f.dir, proxyFile)
+	if abs(is.ProxyFile) == old && strings.Count(string(text), proxyLine(proxyFile)) == 1 {
+		f.proxyOld = old
+	}
+	for _, path := range []string{
+		is.CA, is.ProxyFile, is.ProxyCA, is.NodeKey, is.TokenFile, is.HTTPS.Cert, is.HTTPS.Key, is.Services.NearCA,
+		is.Konnectivity.CA, is.Konnectivity.Cert, is.Konnectivity.Key, is.Konnectivity.TokenFile,
+	} {
+		path = abs(path)
+		if path == "" || path == f.proxyOld || filepath.Dir(path) == stateDir {
+			continue
+		}
+		if err = readableByAll(path); err != nil {
+			return fmt.Errorf("%w, which %s names: move a secret file to %s and write its new path, make any other file "+
+				"readable (chmod 644), and then run the same command again", err, config, stateDir)
+		}
+	}
+	return nil
+}
+
+// readableByAll returns an error if the unit's user could not read a file because of its mode or its folders. A file
+// that does not exist gives no error: conf.LoadEdge reports it.
+func readableByAll(path string) error {
+	if real, err := filepath.EvalSymlinks(path); err == nil {
+		path = real
+	}
+	info, err := os.Stat(path)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return nil
+	case err != nil:
+		return err
+	case info.Mode().Perm()&0o004 == 0:
+		return fmt.Errorf("the unit's user could not read %s (mode %04o)", path, info.Mode().Perm())
+	case hidden(path):
+		return fmt.Errorf("the unit's user could not read %s: the unit has no home and no /tmp", path)
+	}
+	for dir := filepath.Dir(path); ; dir = filepath.Dir(dir) {
+		info, err := os.Stat(dir)
+		if err != nil {
+			return err
+		}
+		if info.Mode().Perm()&0o001 == 0 {
+			return fmt.Errorf("the unit's user could not read %s: it may not enter %s (mode %04o)",
+				path, dir, info.Mode().Perm())
+		}
+		if dir == filepath.Dir(dir) {
+			return nil
+		}
+	}
 }
 
 // places returns the servers by which an existing edge.toml must reach the cloud: the servers of the command line,
@@ -235,6 +299,12 @@ func (f *nodeFiles) write(e *enrolled, w *way) (written []string, err error) {
 		return nil, err
 	}
 	written = append(written, f.certPath)
+	if f.proxyOld != "" {
+		if err = copySecret(f.proxyOld, f.proxyPath()); err != nil {
+			return nil, err
+		}
+		written = append(written, f.proxyPath())
+	}
 	if f.existing == nil || f.existing.Updates {
 		told := filepath.Join(filepath.Dir(f.certPath), ToldFile)
 		if err = auth.WriteTold(told, e.ca, f.token.ServerName, e.told, e.cloud, slog.New(slog.DiscardHandler)); err != nil {
@@ -264,10 +334,25 @@ func (f *nodeFiles) write(e *enrolled, w *way) (written []string, err error) {
 	if _, err = conf.LoadEdge(filepath.Join(f.dir, edgeFile), f.env); err != nil {
 		return nil, fmt.Errorf("the edge would not start: %w", err)
 	}
-	if f.moveFrom != "" {
-		err = os.Remove(f.moveFrom)
+	for _, old := range []string{f.moveFrom, f.proxyOld} {
+		if old != "" {
+			err = errors.Join(err, os.Remove(old))
+		}
 	}
 	return written, err
+}
+
+// copySecret writes the content of a secret file to another path. The owner of the new file is the owner of its
+// folder.
+func copySecret(from, to string) error {
+	content, err := os.ReadFile(from)
+	if err != nil {
+		return err
+	}
+	if err = auth.WriteSecretFile(to, content); err != nil {
+		return fmt.Errorf("writing %s: %w", to, err)
+	}
+	return nil
 }
 
 // update writes a file unless it holds the content already. It returns the path and a remark.
@@ -313,6 +398,9 @@ func (f *nodeFiles) config(w *way) ([]byte, error) {
 				"to change: write nodecert = %q", f.certPath, path, certFile, f.certPath)
 		}
 		moved := strings.Replace(string(text), old, fmt.Sprintf("nodecert = %q", f.certPath), 1)
+		if f.proxyOld != "" {
+			moved = strings.Replace(moved, proxyLine(proxyFile), proxyLine(f.proxyPath()), 1)
+		}
 		return []byte(moveSocket(moved, "edge", edgeSocket)), nil
 	}
 	cert := certFile
@@ -348,15 +436,18 @@ func (f *nodeFiles) way(w *way) string {
 	case !w.used.HasPassword():
 		lines = fmt.Sprintf("proxy = %q\n", w.used.URL())
 	case filepath.Dir(f.certPath) == f.dir:
-		lines = fmt.Sprintf("proxyfile = %q\n", proxyFile)
+		lines = proxyLine(proxyFile)[1:]
 	default:
-		lines = fmt.Sprintf("proxyfile = %q\n", f.proxyPath())
+		lines = proxyLine(f.proxyPath())[1:]
 	}
 	if w.proxyCA != nil {
 		lines += fmt.Sprintf("proxyca = %q\n", proxyCAFile)
 	}
 	return lines
 }
+
+// proxyLine returns the line of edge.toml that names the file with the proxy's URL, between the ends of two lines.
+func proxyLine(path string) string { return fmt.Sprintf("\nproxyfile = %q\n", path) }
 
 // proxyPath returns the path of the file with the proxy's URL. The file is in the certificate's folder, where the
 // edge's user may read private files.

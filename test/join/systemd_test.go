@@ -38,7 +38,11 @@ func TestSystemd(t *testing.T) {
 	secrets := first.Encode().Reveal()
 	s.secret(secrets, first)
 	s.secret(second.Encode().Reveal(), second)
-	a := s.inMachine("FIRST=" + secrets + "\nSECOND=" + second.Encode().Reveal() + `
+	const password = "canary-4712"
+	s.secrets = append(s.secrets, password)
+	proxy, _ := connectProxy(t, "me", password)
+	a := s.inMachine("FIRST=" + secrets + "\nSECOND=" + second.Encode().Reveal() +
+		"\nPROXY=http://me:" + password + "@" + proxy + `
 umask 077
 echo '== join'; echo $FIRST | tunnel join --dir /srv/tunnel --systemd; echo "exit code $?"
 cat /srv/asked
@@ -52,10 +56,20 @@ ls /srv/tunnel /var/lib/tunnel-edge
 echo '== another node'; echo $SECOND | tunnel join --dir /srv/other --systemd; echo "exit code $?"
 
 rm -r /var/lib/tunnel-edge
-echo '== first without'; echo $SECOND | tunnel join --dir /srv/other >/dev/null; echo "exit code $?"
+echo $PROXY > /srv/url
+echo '== first without'; echo $SECOND | tunnel join --dir /srv/other --proxy-file /srv/url; echo "exit code $?"
+stat -c '%a %n' /srv/other/proxy
 echo 'allow = ["10.0.0.0/8:443"]' > /srv/line && sed -i '/^node = /r /srv/line' /srv/other/edge.toml
 echo '== then with'; echo $SECOND | tunnel join --dir /srv/other --systemd; echo "exit code $?"
 ls /srv/other /var/lib/tunnel-edge; cat /srv/other/edge.toml
+stat -c '%a %n' /var/lib/tunnel-edge/*; [ "$(cat /var/lib/tunnel-edge/proxy)" = "$PROXY" ] && echo "the same proxy"
+
+rm -r /var/lib/tunnel-edge
+echo '== a secret of its own'; echo $SECOND | tunnel join --dir /srv/third >/dev/null; echo "exit code $?"
+echo $PROXY > /srv/third/mine && sed -i '/^dns = /i proxyfile = "mine"' /srv/third/edge.toml
+before=$(cat /srv/third/*)
+echo $SECOND | tunnel join --dir /srv/third --systemd; echo "exit code $?"
+[ "$before" = "$(cat /srv/third/*)" ] && echo "the files are as before"
 
 echo '== hidden'; echo $SECOND | "$PROGRAM" join --dir /srv/other --systemd; echo "exit code $?"
 chmod 700 /srv/tunnel
@@ -72,10 +86,19 @@ echo '== end'
 		},
 		"again, without": {"exit code 0", "/var/lib/tunnel-edge/node.pem", "/srv/tunnel:\nca.crt\nedge.toml\n"},
 		"another node":   {"exit code 1", "/var/lib/tunnel-edge/node.pem is of node edge1, and the token of node edge2"},
-		"first without":  {"exit code 0"},
+		"first without": {
+			"exit code 0", "600 /srv/other/proxy\n",
+			"with --systemd and without --proxy, --proxy-file and --proxy-ca.\n",
+		},
+		// The unit's user could not read /srv/other/proxy, which is root's and has a password.
 		"then with": {
-			"exit code 0", "/srv/other:\nca.crt\nedge.toml\n", "/var/lib/tunnel-edge:\nnode.pem\n",
+			"exit code 0", "/srv/other:\nca.crt\nedge.toml\n", "/var/lib/tunnel-edge:\nnode.pem\nproxy\n",
 			`nodecert = "/var/lib/tunnel-edge/node.pem"`, `allow = ["10.0.0.0/8:443"]`,
+			`proxyfile = "/var/lib/tunnel-edge/proxy"`, "600 /var/lib/tunnel-edge/proxy\n", "the same proxy\n",
+		},
+		"a secret of its own": {
+			"exit code 0", "exit code 1", "could not read /srv/third/mine (mode 0600)", "the token was not sent",
+			"the files are as before",
 		},
 		// The program is in a temporary folder.
 		"hidden": {"exit code 1", "FAIL  systemd: the unit does not see", "sudo install -m 755"},
