@@ -35,6 +35,9 @@ const wordReturned = "returned"
 // usesSuffix is appended to the path of the token file, and gives the path of the file with the uses.
 const usesSuffix = ".uses"
 
+// UsesFile returns the path of the file with the uses. tokenFile is the path of the token file.
+func UsesFile(tokenFile string) string { return tokenFile + usesSuffix }
+
 // Used says how often a token was used.
 type Used struct {
 	Count int
@@ -90,7 +93,7 @@ func parseUses(content []byte) uses {
 // ReadUses returns how often each token for several nodes was used. tokenFile is the path of the token file. The keys
 // are values of Line.ID.
 func ReadUses(tokenFile string) (map[string]Used, error) {
-	content, err := os.ReadFile(tokenFile + usesSuffix)
+	content, err := os.ReadFile(UsesFile(tokenFile))
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
 		return nil, err
 	}
@@ -153,7 +156,7 @@ func useLine(s sum, node tunnel.NodeName, behind string) string {
 func (t *Tokens) editUses(edit func(content []byte) (keep int, more string, err error)) (err error) {
 	t.counting.Lock()
 	defer t.counting.Unlock()
-	path := t.path + usesSuffix
+	path := UsesFile(t.path)
 	fail := func(err error) error {
 		return fmt.Errorf("counting the uses of a token: %w; the cloud must be able to write to the folder of its "+
 			"token file", err)

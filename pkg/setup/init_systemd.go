@@ -1,6 +1,7 @@
 package setup
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -9,6 +10,7 @@ import (
 	"strings"
 
 	"tunnel.example/tunnel/conf"
+	"tunnel.example/tunnel/pkg/auth"
 )
 
 // cloudStateDir is the folder for the cloud's private files if systemd runs the cloud: keys and the token file.
@@ -17,9 +19,10 @@ import (
 const cloudStateDir = "/var/lib/tunnel-cloud"
 
 // adopt makes the folder of an earlier Init usable for a cloud that systemd runs. In that folder, only root may read
-// the keys and the token file. So adopt moves these files to the state folder, where the unit's user can read them,
-// and writes their new paths into cloud.toml. Their content stays the same. A path that an operator has changed in
-// cloud.toml stays, too. If the folder has no cloud.toml, adopt does nothing and returns there = false.
+// the keys, the token file and the file with the uses of tokens. So adopt moves these files to the state folder,
+// where the unit's user can read them, and writes their new paths into cloud.toml. Their content stays the same. A
+// path that an operator has changed in cloud.toml stays, too. If the folder has no cloud.toml, adopt does nothing and
+// returns there = false.
 func (c *cloudFolder) adopt() (there bool, err error) {
 	config := filepath.Join(c.dir, cloudFile)
 	text, err := os.ReadFile(config)
@@ -38,6 +41,17 @@ func (c *cloudFolder) adopt() (there bool, err error) {
 	}
 	edited := string(text)
 	var old []string // paths of the files that move
+	move := func(from, to string) error {
+		content, err := os.ReadFile(from)
+		if err != nil {
+			return err
+		}
+		old = append(old, from)
+		c.files = append(c.files, newFile{
+			name: to, what: "was " + from, mode: secretFile, content: content, given: true,
+		})
+		return nil
+	}
 	for _, f := range []struct{ key, path, name string }{
 		{"key", is.Server.Key, cloudKeyFile},
 		{"cakey", is.Join.CAKey, nodesKeyFile},
@@ -50,14 +64,15 @@ func (c *cloudFolder) adopt() (there bool, err error) {
 		if edited, err = replaceValue(edited, f.key, f.name, to); err != nil {
 			return true, fmt.Errorf("%s: %w", config, err)
 		}
-		var content []byte
-		if content, err = os.ReadFile(from); err != nil {
+		if err = move(from, to); err != nil {
 			return true, err
 		}
-		old = append(old, from)
-		c.files = append(c.files, newFile{
-			name: to, what: "was " + from, mode: secretFile, content: content, given: true,
-		})
+		if f.name == tokensFile { // without the uses, a token for several nodes that is used up would be good again
+			err = move(auth.UsesFile(from), auth.UsesFile(to))
+			if err != nil && !errors.Is(err, fs.ErrNotExist) {
+				return true, err
+			}
+		}
 	}
 	if old == nil {
 		return true, nil
@@ -71,6 +86,7 @@ func (c *cloudFolder) adopt() (there bool, err error) {
 		return true, err
 	}
 	if err = overwrite(config, newFile{mode: publicFile, content: []byte(edited)}); err != nil {
+		c.undo(config, text)
 		return true, err
 	}
 	c.files = append(c.files, newFile{name: cloudFile, what: "the configuration, which names the new paths"})
@@ -78,6 +94,17 @@ func (c *cloudFolder) adopt() (there bool, err error) {
 		err = errors.Join(err, os.Remove(path))
 	}
 	return true, err
+}
+
+// undo removes the new files, unless cloud.toml may name them already: unless its content is still text. While the new
+// files exist, another adopt would take them for the files of another cloud.
+func (c *cloudFolder) undo(config string, text []byte) {
+	if now, err := os.ReadFile(config); err != nil || !bytes.Equal(now, text) {
+		return
+	}
+	for _, f := range c.files {
+		os.Remove(f.name) //nolint:errcheck // the caller reports the first error
+	}
 }
 
 // moveOperated returns the text of cloud.toml with new paths of the admin socket, the inventory and the forwards,

@@ -173,6 +173,33 @@ func TestInitForSystemdKeepsAnOperatorsPath(t *testing.T) {
 	}
 }
 
+// If adopt cannot write cloud.toml, it leaves every file as it was. So init can be run again when the cause is gone.
+func TestInitForSystemdCanBeRunAgain(t *testing.T) {
+	c := newFolder(t, filepath.Join(t.TempDir(), "etc"))
+	if err := Init(t.Context(), newInit(c.dir)); err != nil {
+		t.Fatal(err)
+	}
+	blocked := filepath.Join(c.dir, cloudFile+".new")
+	put(t, filepath.Join(blocked, "file"), "")
+	before := filesIn(t, c.dir)
+	again := *c
+	if err := c.fill(); err == nil {
+		t.Fatal("fill has written cloud.toml, where a folder is in the way")
+	}
+	if got := filesIn(t, c.dir); !slices.Equal(got, before) {
+		t.Errorf("the folder holds %q, want %q", got, before)
+	}
+	if got := filesIn(t, c.state); len(got) != 0 {
+		t.Errorf("the state folder holds %q", got)
+	}
+	if err := os.RemoveAll(blocked); err != nil {
+		t.Fatal(err)
+	}
+	if err := again.fill(); err != nil {
+		t.Errorf("the next init fails: %v", err)
+	}
+}
+
 // A file in the state folder, as of another cloud, stays, and init writes nothing.
 func TestInitForSystemdReplacesNothing(t *testing.T) {
 	c := newFolder(t, filepath.Join(t.TempDir(), "etc"))

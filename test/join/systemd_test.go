@@ -134,9 +134,14 @@ ls -d /srv/other 2>&1
 
 echo '== first without'; rm -r /var/lib/tunnel-cloud $unit
 tunnel init --address cloud.example.com:443 --dir /srv/low >/dev/null; echo "exit code $?"
+tunnel token create -c /srv/low/cloud.toml --node 'edge-*' --uses 1 >/dev/null 2>&1; echo "exit code $?"
+sum=$(sed -n 's/.*sha256:\([0-9a-f]*\).*/\1/p' /srv/low/tokens)
+echo "$sum edge-1 2026-01-02T03:04:05Z" > /srv/low/tokens.uses
+tunnel token list -c /srv/low/cloud.toml
 echo '== then with'; tunnel init --address cloud.example.com:443 --dir /srv/low --systemd; echo "exit code $?"
 grep -e ExecStart= -e Capabilit $unit
 ls /srv/low /var/lib/tunnel-cloud; tunnel config check -c /srv/low/cloud.toml
+stat -c '%a %n' /var/lib/tunnel-cloud/*; tunnel token list -c /srv/low/cloud.toml
 echo '== end'
 `)
 	wantParts(t, a, map[string][]string{
@@ -150,11 +155,12 @@ echo '== end'
 		"token":         {"exit code 0\n1\n"},
 		"again":         {"exit code 0", "same\n"},
 		"another cloud": {"exit code 1", "No such file"},
-		"first without": {"exit code 0"},
+		"first without": {"exit code 0\nexit code 0\n", "used up"},
 		"then with": {
 			"exit code 0", "CapabilityBoundingSet=CAP_NET_BIND_SERVICE\nAmbientCapabilities=CAP_NET_BIND_SERVICE\n",
 			"/srv/low:\nca.crt\nca.key\ncloud.crt\ncloud.toml\nnodes-ca.crt\n",
-			"/var/lib/tunnel-cloud:\ncloud.key\nnodes-ca.key\ntokens\n", "/srv/low/cloud.toml: ok (cloud)",
+			"/var/lib/tunnel-cloud:\ncloud.key\nnodes-ca.key\ntokens\ntokens.uses\n", "/srv/low/cloud.toml: ok (cloud)",
+			"600 /var/lib/tunnel-cloud/tokens.uses\n", "used up",
 		},
 	})
 	if !strings.Contains(a.notes, "this machine has /var/lib/tunnel-cloud/cloud.key") {
