@@ -10,6 +10,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"time"
 )
 
 // The units as packages install them. A test checks that they are equal to those in deployment/systemd.
@@ -64,11 +65,12 @@ func systemFolders() unitFolders {
 // systemdUnit is a unit for this machine.
 type systemdUnit struct {
 	service
-	program   string   // the path of the program that the unit starts
-	dir       string   // the folder of the configuration
-	lowPort   bool     // the service listens on a port below 1024
-	systemctl string   // the path of systemctl
-	notes     []string // further lines about the unit for the operator; write adds them
+	program   string        // the path of the program that the unit starts
+	dir       string        // the folder of the configuration
+	lowPort   bool          // the service listens on a port below 1024
+	systemctl string        // the path of systemctl
+	settle    time.Duration // how long after the restart install looks whether the service runs
+	notes     []string      // further lines about the unit for the operator; write adds them
 }
 
 // newSystemdUnit checks that systemd runs this machine, and that systemd could run the service with the files in
@@ -103,10 +105,14 @@ func newSystemdUnit(s service, dir string, h Host) (*systemdUnit, error) {
 		failed.err = fmt.Errorf("a unit cannot name %s or %s as they are", program, dir)
 		failed.fix = "Choose paths without blanks, quotes and % signs."
 	default:
-		return &systemdUnit{service: s, program: program, dir: dir, systemctl: systemctl}, nil
+		return &systemdUnit{service: s, program: program, dir: dir, systemctl: systemctl, settle: settleTime}, nil
 	}
 	return nil, failed
 }
+
+// settleTime is the value of systemdUnit.settle. A daemon with a bad configuration ends within a second, and systemd
+// starts it again after five seconds (RestartSec=).
+const settleTime = 2 * time.Second
 
 // findSystemctl returns the path of systemctl. It fails unless systemd runs this machine: a container may have
 // the program systemctl without a running systemd.
@@ -172,15 +178,36 @@ func (u *systemdUnit) install(ctx context.Context) error {
 	if err := u.write(systemFolders()); err != nil {
 		return &stepError{step: "systemd", err: err, fix: u.done + "; only the unit is missing."}
 	}
+	return u.restart(ctx)
+}
+
+// restart enables and restarts the service. It fails if the service does not run a moment later: systemctl reports
+// success as soon as systemd has made the process, and the process may end at once.
+func (u *systemdUnit) restart(ctx context.Context) error {
+	failed := func(err error) error {
+		return &stepError{
+			step: "systemd", err: err,
+			fix: fmt.Sprintf("%s; systemctl cat %s shows the unit, and journalctl -u %[2]s says more.", u.done, u.name()),
+		}
+	}
 	for _, args := range [][]string{{"daemon-reload"}, {"enable", u.name()}, {"restart", u.name()}} {
 		out, err := exec.CommandContext(ctx, u.systemctl, args...).CombinedOutput()
 		if err != nil {
-			return &stepError{
-				step: "systemd",
-				err:  fmt.Errorf("systemctl %s: %w: %s", strings.Join(args, " "), err, strings.TrimSpace(string(out))),
-				fix:  fmt.Sprintf("%s; systemctl cat %s shows the unit, and journalctl -u %[2]s says more.", u.done, u.name()),
-			}
+			return failed(fmt.Errorf("systemctl %s: %w: %s", strings.Join(args, " "), err, strings.TrimSpace(string(out))))
 		}
+	}
+	select {
+	case <-time.After(u.settle):
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+	// systemctl prints the state, and its exit code is not 0 for any state but "active".
+	out, err := exec.CommandContext(ctx, u.systemctl, "is-active", u.name()).CombinedOutput()
+	switch state := strings.TrimSpace(string(out)); {
+	case state == "" && err != nil:
+		return failed(fmt.Errorf("systemctl is-active %s: %w", u.name(), err))
+	case state != "active":
+		return failed(fmt.Errorf("%s was started and does not run: systemd says %s", u.name(), state))
 	}
 	return nil
 }

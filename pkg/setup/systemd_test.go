@@ -5,9 +5,11 @@ import (
 	"maps"
 	"os"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 	"testing"
+	"time"
 )
 
 // --systemd installs the same units as the packages, and can replace the paths in them.
@@ -198,6 +200,42 @@ func TestPackagedUnit(t *testing.T) {
 				if !strings.Contains(said[i], want) {
 					t.Errorf("an operator reads %q, want %q", said[i], want)
 				}
+			}
+		})
+	}
+}
+
+// A service that ends at once does not run, although systemctl restart has succeeded.
+func TestRestart(t *testing.T) {
+	if runtime.GOOS == "windows" {
+		t.Skip("systemctl is a shell script here")
+	}
+	for name, tt := range map[string]struct {
+		isActive string // what systemctl is-active does
+		want     string // "": restart succeeds
+	}{
+		"runs":             {"echo active", ""},
+		"ends again":       {"echo activating; exit 3", "tunnel-edge was started and does not run: systemd says activating"},
+		"no answer":        {"exit 1", "systemctl is-active tunnel-edge: exit status 1"},
+		"nothing to start": {"echo failed; exit 3", "systemd says failed"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			systemctl := filepath.Join(t.TempDir(), "systemctl")
+			script := "#!/bin/sh\n[ $1 = is-active ] || exit 0\n" + tt.isActive + "\n"
+			if err := os.WriteFile(systemctl, []byte(script), 0o755); err != nil {
+				t.Fatal(err)
+			}
+			u := &systemdUnit{service: edgeService(), systemctl: systemctl, settle: time.Millisecond}
+			err := u.restart(t.Context())
+			if tt.want == "" {
+				if err != nil {
+					t.Error(err)
+				}
+				return
+			}
+			failed, ok := errors.AsType[*stepError](err)
+			if !ok || !strings.Contains(failed.Error(), tt.want) || !strings.Contains(failed.fix, "journalctl -u tunnel-edge") {
+				t.Errorf("%+v, want %q", err, tt.want)
 			}
 		})
 	}
