@@ -355,17 +355,41 @@ func copySecret(from, to string) error {
 	return nil
 }
 
-// update writes a file unless it holds the content already. It returns the path and a remark.
+// update writes a file unless it holds the content already. It returns the path and a remark. A file of another
+// content that join replaces, with --force, gets the name that ends in .old: it may have settings of an operator.
 func (f *nodeFiles) update(file newFile) (what string, _ error) {
 	path := filepath.Join(f.dir, file.name)
 	old, err := os.ReadFile(path)
 	if err == nil && bytes.Equal(old, file.content) {
 		return path + " (as it was)", nil
 	}
+	what = path
+	if err == nil && !f.keep {
+		if err := keepOld(path, old); err != nil {
+			return "", err
+		}
+		what += fmt.Sprintf(" (the file before is %s, and no longer counts)", path+oldSuffix)
+	}
 	if err := overwrite(path, file); err != nil {
 		return "", fmt.Errorf("writing %s: %w", path, err)
 	}
-	return path, nil
+	return what, nil
+}
+
+// oldSuffix is appended to the path of a file, and gives the path of the copy before the file was replaced. systemd
+// ignores the names of units that end in it.
+const oldSuffix = ".old"
+
+// keepOld writes a copy of the file at path, beside that file and with its mode. content is the content of the file.
+func keepOld(path string, content []byte) error {
+	info, err := os.Stat(path)
+	if err != nil {
+		return err
+	}
+	if err = overwrite(path+oldSuffix, newFile{mode: info.Mode().Perm(), content: content}); err != nil {
+		return fmt.Errorf("writing %s: %w", path+oldSuffix, err)
+	}
+	return nil
 }
 
 // overwrite writes a new file beside path, and renames the new file to path.

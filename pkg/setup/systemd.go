@@ -225,7 +225,7 @@ func (u *systemdUnit) write(folders unitFolders) error {
 		if err = removeIfThere(added); err != nil { // an earlier write made the drop-in, for a package that is gone
 			return err
 		}
-		return overwrite(file, newFile{mode: publicFile, content: []byte(u.text())})
+		return u.replace(file)
 	}
 	u.notes = append(u.notes, "the unit is the package's: "+unit)
 	if err = u.uncover(file); err != nil {
@@ -240,6 +240,26 @@ func (u *systemdUnit) write(folders unitFolders) error {
 	}
 	u.notes = append(u.notes, "the unit has a drop-in for the command line or the port: "+added)
 	return overwrite(added, newFile{mode: publicFile, content: []byte(settings)})
+}
+
+// replace writes the whole unit. An operator may have edited the unit at path file, so replace keeps a copy of a unit
+// that differs.
+func (u *systemdUnit) replace(file string) error {
+	old, err := os.ReadFile(file)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+	case err != nil:
+		return err
+	case string(old) == u.text():
+		return nil
+	default:
+		if err = keepOld(file, old); err != nil {
+			return err
+		}
+		u.notes = append(u.notes, fmt.Sprintf("%s was another unit, which is now %s; settings of your own: systemctl edit %s",
+			file, file+oldSuffix, u.name()))
+	}
+	return overwrite(file, newFile{mode: publicFile, content: []byte(u.text())})
 }
 
 // packaged returns the path and the text of the unit that a package has installed. Without one, the path is "".
@@ -257,7 +277,7 @@ func (f unitFolders) packaged(name string) (path, text string, _ error) {
 // uncover renames the unit at path file to file.old, if it exists. systemd prefers a unit at this path to the unit of
 // the package. An earlier --systemd or an operator wrote the unit there, before the package was installed.
 func (u *systemdUnit) uncover(file string) error {
-	old := file + ".old" // systemd ignores file names that end in .old
+	old := file + oldSuffix
 	err := os.Rename(file, old)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil

@@ -128,7 +128,12 @@ func TestPackagedUnit(t *testing.T) {
 		},
 		"no package, low port": {
 			"", map[string]string{"tunnel-cloud.service": "mine"}, usual, true,
-			map[string]string{"tunnel-cloud.service": whole(usual, true)}, nil,
+			map[string]string{"tunnel-cloud.service": whole(usual, true), "tunnel-cloud.service.old": "mine"},
+			[]string{"/tunnel-cloud.service was another unit, which is now "},
+		},
+		"no package, again": {
+			"", map[string]string{"tunnel-cloud.service": whole(other, false)}, other, false,
+			map[string]string{"tunnel-cloud.service": whole(other, false)}, nil,
 		},
 		"the package is gone": {
 			"", map[string]string{dropIn: "[Service]\nx", "tunnel-cloud.service.d/override.conf": "mine"}, usual, false,

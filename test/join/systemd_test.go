@@ -71,6 +71,13 @@ before=$(cat /srv/third/*)
 echo $SECOND | tunnel join --dir /srv/third --systemd; echo "exit code $?"
 [ "$before" = "$(cat /srv/third/*)" ] && echo "the files are as before"
 
+echo '== force'; cp /srv/third/edge.toml /srv/edited
+echo $SECOND | tunnel join --dir /srv/third --force; echo "exit code $?"
+stat -c '%a %n' /srv/third/edge.toml.old; cmp /srv/edited /srv/third/edge.toml.old && echo "the old settings"
+ls /srv/third
+echo '== force again'; echo $SECOND | tunnel join --dir /srv/third --force; echo "exit code $?"
+cmp /srv/edited /srv/third/edge.toml.old && echo "the old settings"
+
 echo '== hidden'; echo $SECOND | "$PROGRAM" join --dir /srv/other --systemd; echo "exit code $?"
 chmod 700 /srv/tunnel
 echo '== closed'; echo $FIRST | tunnel join --dir /srv/tunnel --systemd --force; echo "exit code $?"
@@ -100,6 +107,12 @@ echo '== end'
 			"exit code 0", "exit code 1", "could not read /srv/third/mine (mode 0600)", "the token was not sent",
 			"the files are as before",
 		},
+		"force": {
+			"/srv/third/edge.toml (the file before is /srv/third/edge.toml.old", "exit code 0",
+			"644 /srv/third/edge.toml.old\nthe old settings\n",
+			"ca.crt\nedge.toml\nedge.toml.old\nmine\nnode.pem\n",
+		},
+		"force again": {"edge.toml (as it was)", "exit code 0", "the old settings"},
 		// The program is in a temporary folder.
 		"hidden": {"exit code 1", "FAIL  systemd: the unit does not see", "sudo install -m 755"},
 		"closed": {"exit code 1", "may not enter /srv/tunnel", "chmod 755 /srv/tunnel"},
