@@ -117,9 +117,9 @@ func parseChain(text []byte) ([]*x509.Certificate, error) {
 	return chain, nil
 }
 
-// checkIssued checks that an issued chain (PEM, leaf first) is for the requested node and public
+// CheckIssued checks that an issued chain (PEM, leaf first) is for the requested node and public
 // key, and returns its leaf. It does not verify the signature: the CA may be unknown here.
-func checkIssued(text []byte, node tunnel.NodeName, public crypto.PublicKey) (*x509.Certificate, error) {
+func CheckIssued(text []byte, node tunnel.NodeName, public crypto.PublicKey) (*x509.Certificate, error) {
 	chain, err := parseChain(text)
 	if err != nil {
 		return nil, err

@@ -360,8 +360,22 @@ func (w *way) enroll(ctx context.Context) (*enrolled, error) {
 	if err != nil {
 		return nil, refusedToken(w.token, err)
 	}
+	off := time.Since(answer.Time)
+	// The caller replaces the certificate of a node that may be connected. So the new one must be at least as good as
+	// the edge demands of a renewal.
+	if _, err = auth.CheckIssued(answer.Chain, w.token.Node, key.Public()); err != nil {
+		failed := &stepError{
+			step: "token", err: fmt.Errorf("the certificate from the cloud cannot be used: %w", err),
+			fix: "Read the cloud's log; [mode.cloud.join] there says what signs. Nothing was changed.",
+		}
+		if off.Abs() > clockSlack {
+			failed.fix = fmt.Sprintf("This machine's clock is %s the cloud's: set it (timedatectl set-ntp true), and run "+
+				"this again. Nothing was changed.", ahead(off))
+		}
+		return nil, failed
+	}
 	w.ok("token", "the cloud has made a certificate for node %s, which the edge renews", w.token.Node)
-	if off := time.Since(answer.Time); off.Abs() > clockSlack {
+	if off.Abs() > clockSlack {
 		w.ok("clock", "… but this machine's is %s the cloud's: set it (timedatectl set-ntp true)", ahead(off))
 	}
 	return &enrolled{chain: answer.Chain, ca: ca(), key: key, told: answer.Told, cloud: answer.Cloud}, nil
