@@ -271,16 +271,20 @@ func (t *Told) adoptLocked(text []byte, chain []*x509.Certificate) (*CloudCAs, e
 }
 
 // WriteTold writes the file of an edge that has just joined and trusts the CA of its join token. told is what the cloud
-// told the edge with the certificate. If there is nothing to write, WriteTold removes the file.
+// told the edge with the certificate. If there is nothing to write, WriteTold removes the file. After an error the file
+// is as before.
 func WriteTold(path string, ca []byte, host string, told TellEdges, chain []*x509.Certificate, log *slog.Logger) error {
-	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return err
-	}
 	t := &Told{file: path, host: host, log: log, configured: func() ([]byte, error) { return ca, nil }}
 	if err := t.readBase(); err != nil {
 		return err
 	}
-	_, _, err := t.Take(told, chain, false)
+	cas, servers, err := t.Take(told, chain, false)
+	if err != nil || cas || servers {
+		return err
+	}
+	if err = os.Remove(path); errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
 	return err
 }
 

@@ -305,13 +305,20 @@ func (f *nodeFiles) write(e *enrolled, w *way) (written []string, err error) {
 		}
 		written = append(written, f.proxyPath())
 	}
+	// join writes ca.crt before it replaces cloud.json. A cloud.json for another ca.crt does not count. But an old ca.crt
+	// without cloud.json may no longer fit the cloud.
+	var what string
+	if what, err = f.update(newFile{name: caFile, mode: publicFile, content: e.ca}); err != nil {
+		return nil, err
+	}
+	written = append(written, what)
 	if f.existing == nil || f.existing.Updates {
 		told := filepath.Join(filepath.Dir(f.certPath), ToldFile)
 		if err = auth.WriteTold(told, e.ca, f.token.ServerName, e.told, e.cloud, slog.New(slog.DiscardHandler)); err != nil {
 			return nil, err
 		}
 	}
-	files := []newFile{{name: caFile, mode: publicFile, content: e.ca}}
+	var files []newFile
 	if !f.keep {
 		if w.proxyCA != nil {
 			files = append(files, newFile{name: proxyCAFile, mode: publicFile, content: w.proxyCA})
@@ -324,7 +331,6 @@ func (f *nodeFiles) write(e *enrolled, w *way) (written []string, err error) {
 		}
 	}
 	for _, file := range append(files, newFile{name: edgeFile, mode: publicFile, content: config}) {
-		var what string
 		if what, err = f.update(file); err != nil {
 			return nil, err
 		}

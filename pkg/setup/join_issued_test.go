@@ -64,6 +64,53 @@ func (c *fakeCloud) start(t *testing.T, ca *auth.CA) auth.JoinToken {
 	}
 }
 
+// fileSigner returns a signer of certificates for edge1, whose CA is ca.
+func fileSigner(t *testing.T, ca *auth.CA, lifetime time.Duration) func(request []byte) (chain []byte, err error) {
+	t.Helper()
+	folder := t.TempDir()
+	cert, key := filepath.Join(folder, "ca.crt"), filepath.Join(folder, "ca.key")
+	put(t, cert, string(ca.CertPEM()))
+	put(t, key, string(ca.KeyPEM()))
+	s, err := auth.NewFileSigner(cert, key, lifetime)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return func(request []byte) ([]byte, error) { return s.Sign(t.Context(), "edge1", request) }
+}
+
+// A join that cannot write a file, as on a full disk, leaves what the edge has been told: without it, the edge might
+// trust its cloud no longer.
+func TestJoinKeepsWhatTheCloudTold(t *testing.T) {
+	ca, err := auth.NewCA("test", time.Hour)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cloud := &fakeCloud{sign: fileSigner(t, ca, time.Hour)}
+	cfg := JoinConfig{Token: cloud.start(t, ca), Dir: filepath.Join(t.TempDir(), "edge"), Out: io.Discard}
+	if err = Join(t.Context(), cfg); err != nil {
+		t.Fatal(err)
+	}
+	told, blocked := filepath.Join(cfg.Dir, ToldFile), filepath.Join(cfg.Dir, caFile+".new", "file")
+	put(t, told, "{}")
+	put(t, filepath.Join(cfg.Dir, caFile), "old") // join has to replace it
+	put(t, blocked, "")
+	if err = Join(t.Context(), cfg); err == nil {
+		t.Error("join has written ca.crt, where a folder is in the way")
+	}
+	if text, err := os.ReadFile(told); err != nil || string(text) != "{}" {
+		t.Errorf("%s holds %q, %v", told, text, err)
+	}
+	if err = os.RemoveAll(filepath.Dir(blocked)); err != nil {
+		t.Fatal(err)
+	}
+	if err = Join(t.Context(), cfg); err != nil {
+		t.Errorf("the next join fails: %v", err)
+	}
+	if _, err = os.Stat(told); err == nil {
+		t.Errorf("%s is still there, although the cloud has told nothing", told)
+	}
+}
+
 // A join with a certificate that no edge would take in a renewal leaves the node's good certificate in its place.
 func TestJoinKeepsAGoodCertificate(t *testing.T) {
 	folder := t.TempDir()
@@ -71,16 +118,7 @@ func TestJoinKeepsAGoodCertificate(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	cert, key := filepath.Join(folder, "ca.crt"), filepath.Join(folder, "ca.key")
-	put(t, cert, string(ca.CertPEM()))
-	put(t, key, string(ca.KeyPEM()))
-	signer := func(lifetime time.Duration) func([]byte) ([]byte, error) {
-		s, err := auth.NewFileSigner(cert, key, lifetime)
-		if err != nil {
-			t.Fatal(err)
-		}
-		return func(request []byte) ([]byte, error) { return s.Sign(t.Context(), "edge1", request) }
-	}
+	signer := func(lifetime time.Duration) func([]byte) ([]byte, error) { return fileSigner(t, ca, lifetime) }
 	good := signer(time.Hour)
 	cloud := &fakeCloud{sign: good}
 	var out strings.Builder
