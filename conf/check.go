@@ -9,6 +9,7 @@ import (
 	"os"
 	"strconv"
 	"strings"
+	"syscall"
 
 	"tunnel.example/tunnel/pkg/auth"
 )
@@ -93,11 +94,11 @@ func (r *report) fileMadeBy(key, path, create string) {
 		return
 	}
 	// Stat first, to tell folders and pipes from files. Then open the file, the only sure test of
-	// permissions.
+	// permissions. Another file may be there meanwhile: O_NONBLOCK keeps open from waiting for the writer of a pipe.
 	info, err := os.Stat(path)
 	if err == nil && info.Mode().IsRegular() { // opening a named pipe would block until it has a writer
 		var f *os.File
-		if f, err = os.Open(path); err == nil {
+		if f, err = os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0); err == nil {
 			f.Close()
 		}
 	}

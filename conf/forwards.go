@@ -12,6 +12,8 @@ import (
 	"strings"
 
 	"github.com/BurntSushi/toml"
+
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // Forward is a TCP port in the file of forwards, [mode.cloud.admin] forwards, which `tunnel forward` writes. The file
@@ -32,12 +34,15 @@ const (
 		`and then run tunnel reload`
 )
 
+// maxForwards is the longest file of forwards that is read, in bytes.
+const maxForwards = 16 << 20
+
 // ReadForwards returns the lines of the file of forwards, sorted; none if there is no file yet.
 func (c *Cloud) ReadForwards() ([]Forward, error) {
 	if c.Forwards == "" {
 		return nil, errors.New(noForwards)
 	}
-	data, err := os.ReadFile(c.Forwards)
+	data, _, err := tunnel.ReadFile(c.Forwards, maxForwards)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, nil
 	}
@@ -152,7 +157,7 @@ func (r *report) withForwards(t *cloudTable) *cloudTable {
 	if path == "" {
 		return t
 	}
-	data, err := os.ReadFile(path)
+	data, _, err := tunnel.ReadFile(path, maxForwards)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
 		return t

@@ -12,8 +12,9 @@ import (
 	"errors"
 	"fmt"
 	"net"
-	"os"
 	"time"
+
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // CA is a certificate authority in memory. A caller that wants to issue more certificates
@@ -100,11 +101,11 @@ func LoadCAAmong(certsPEM, keyPEM []byte) (*CA, error) {
 
 // ReadCA reads a certificate file and a key file, and returns the result of LoadCAAmong.
 func ReadCA(certFile, keyFile string) (*CA, error) {
-	certPEM, err := os.ReadFile(certFile)
+	certPEM, _, err := tunnel.ReadFile(certFile, tunnel.MaxFile)
 	if err != nil {
 		return nil, err
 	}
-	keyPEM, err := os.ReadFile(keyFile)
+	keyPEM, _, err := tunnel.ReadFile(keyFile, tunnel.MaxFile)
 	if err != nil {
 		return nil, err
 	}

@@ -5,10 +5,8 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
 	"log/slog"
-	"os"
 	"slices"
 	"strings"
 	"unicode"
@@ -120,24 +118,9 @@ func ReadTokenFile(path string, log *slog.Logger) (Secret, error) {
 
 // readSecretFile reads a regular file of at most limit bytes, and warns if other users can read it.
 func readSecretFile(path string, limit int64, log *slog.Logger) ([]byte, fs.FileInfo, error) {
-	f, err := os.Open(path)
+	content, st, err := tunnel.ReadFile(path, limit)
 	if err != nil {
 		return nil, nil, err
-	}
-	defer f.Close()
-	st, err := f.Stat()
-	if err != nil {
-		return nil, nil, err
-	}
-	if !st.Mode().IsRegular() {
-		return nil, nil, fmt.Errorf("%s is not a regular file", path)
-	}
-	content, err := io.ReadAll(io.LimitReader(f, limit+1))
-	if err != nil {
-		return nil, nil, err
-	}
-	if int64(len(content)) > limit {
-		return nil, nil, fmt.Errorf("%s is longer than %d bytes", path, limit)
 	}
 	warnIfExposed(path, st, log)
 	return content, st, nil

@@ -7,7 +7,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
 	"log/slog"
 	"net"
@@ -16,6 +15,8 @@ import (
 	"strconv"
 	"sync"
 	"time"
+
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // TellEdges is what a cloud tells an edge with each certificate. The zero value says nothing.
@@ -83,15 +84,10 @@ func NewTold(cfg ToldConfig) (*Told, error) {
 
 // readTold reads the file at path. A file that does not exist is no error.
 func readTold(path string) (toldFile, error) {
-	f, err := os.Open(path)
+	text, _, err := tunnel.ReadFile(path, maxTold)
 	if errors.Is(err, fs.ErrNotExist) {
 		return toldFile{}, nil
 	}
-	if err != nil {
-		return toldFile{}, err
-	}
-	defer f.Close()
-	text, err := io.ReadAll(io.LimitReader(f, maxTold+1))
 	if err != nil {
 		return toldFile{}, err
 	}

@@ -93,7 +93,7 @@ func parseUses(content []byte) uses {
 // ReadUses returns how often each token for several nodes was used. tokenFile is the path of the token file. The keys
 // are values of Line.ID.
 func ReadUses(tokenFile string) (map[string]Used, error) {
-	content, err := os.ReadFile(UsesFile(tokenFile))
+	content, _, err := tunnel.ReadFile(UsesFile(tokenFile), MaxTokenFile)
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
 		return nil, err
 	}

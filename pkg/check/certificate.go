@@ -5,12 +5,12 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
-	"os"
 	"strings"
 	"time"
 
 	"tunnel.example/tunnel/pkg/auth"
 	"tunnel.example/tunnel/pkg/setup"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // setClock is the next step if a clock is wrong.
@@ -21,7 +21,7 @@ func when(t time.Time) string { return t.UTC().Format("2006-01-02 15:04 UTC") }
 
 // readCertificates returns the certificates of a PEM file, or why there are none.
 func readCertificates(file string) ([]*x509.Certificate, Result) {
-	text, err := os.ReadFile(file)
+	text, _, err := tunnel.ReadFile(file, tunnel.MaxFile)
 	if err != nil {
 		do := "create the file, or correct the path in the configuration"
 		if errors.Is(err, fs.ErrPermission) {

@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"net/netip"
-	"os"
 	"slices"
 	"strings"
 	"time"
@@ -14,6 +13,7 @@ import (
 	"tunnel.example/tunnel/pkg/auth"
 	"tunnel.example/tunnel/pkg/kube"
 	"tunnel.example/tunnel/pkg/setup"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // CloudConfig is what the checks of a cloud look at.
@@ -162,7 +162,7 @@ func (c *cloud) tokens(context.Context) Result {
 	if file == "" {
 		return Skipped("there is no tokenfile: nodes prove themselves in other ways")
 	}
-	text, err := os.ReadFile(file)
+	text, _, err := tunnel.ReadFile(file, auth.MaxTokenFile)
 	if err != nil {
 		return Fail("run this as the user of the cloud; else create the file: tunnel token create", "%v", err)
 	}

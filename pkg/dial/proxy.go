@@ -14,6 +14,7 @@ import (
 	"net/url"
 	"os"
 	"strings"
+	"syscall"
 	"time"
 
 	"golang.org/x/net/http/httpproxy"
@@ -120,11 +121,15 @@ const maxProxyFile = 4 << 10
 // time, so that the password may change.
 func FromFile(path, source string) ProxyFunc {
 	return func(Server) (*Proxy, error) {
-		f, err := os.Open(path)
+		f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0)
 		if err != nil {
 			return nil, fmt.Errorf("%s: %w", source, err)
 		}
 		defer f.Close()
+		// A named pipe without a writer would be an empty file, and a device may be endless.
+		if info, err := f.Stat(); err != nil || !info.Mode().IsRegular() {
+			return nil, fmt.Errorf("%s: %s is not a regular file", source, path)
+		}
 		text, err := io.ReadAll(io.LimitReader(f, maxProxyFile))
 		if err != nil {
 			return nil, fmt.Errorf("%s: %w", source, err)

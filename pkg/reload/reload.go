@@ -29,18 +29,14 @@ import (
 	"context"
 	"crypto/sha256"
 	"errors"
-	"fmt"
-	"io"
 	"log/slog"
-	"os"
 	"sync"
 	"time"
+
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 const (
-	// maxFile is the largest certificate or key file, in bytes. A system's bundle of all public
-	// authorities is about a quarter of that.
-	maxFile = 1 << 20
 	// expiryInterval is how often the certificates in use are checked for expiry.
 	expiryInterval = time.Minute
 	// warnBefore is how long before its end a certificate that has not been renewed causes a
@@ -252,26 +248,12 @@ func (f *followed) read() (contents [][]byte, err error) {
 }
 
 func readFile(path string) ([]byte, error) {
-	f, err := os.Open(path)
+	content, _, err := tunnel.ReadFile(path, tunnel.MaxFile)
+	if err == nil && len(content) == 0 {
+		err = errors.New(path + " is empty")
+	}
 	if err != nil {
 		return nil, err
-	}
-	defer f.Close()
-	st, err := f.Stat()
-	if err != nil {
-		return nil, err
-	}
-	if !st.Mode().IsRegular() {
-		return nil, fmt.Errorf("%s is not a regular file", path)
-	}
-	content, err := io.ReadAll(io.LimitReader(f, maxFile+1))
-	switch {
-	case err != nil:
-		return nil, err
-	case len(content) > maxFile:
-		return nil, fmt.Errorf("%s is longer than %d bytes", path, maxFile)
-	case len(content) == 0:
-		return nil, errors.New(path + " is empty")
 	}
 	return content, nil
 }

@@ -11,12 +11,16 @@ import (
 
 	"tunnel.example/tunnel/conf"
 	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // cloudStateDir is the folder for the cloud's private files if systemd runs the cloud: keys and the token file.
 // At every start of the cloud, systemd makes the unit's user the owner of this folder. The user may write to no
 // other folder.
 const cloudStateDir = "/var/lib/tunnel-cloud"
+
+// maxMoved is the longest file that adopt moves or copies, in bytes. An inventory has some hundred bytes for each node.
+const maxMoved = 64 << 20
 
 // adopt makes the folder of an earlier Init usable for a cloud that systemd runs. In that folder, only root may read
 // the keys, the token file and the file with the uses of tokens. So adopt moves these files to the state folder,
@@ -42,7 +46,7 @@ func (c *cloudFolder) adopt() (there bool, err error) {
 	edited := string(text)
 	var old []string // paths of the files that move
 	move := func(from, to string) error {
-		content, err := os.ReadFile(from)
+		content, _, err := tunnel.ReadFile(from, maxMoved)
 		if err != nil {
 			return err
 		}
@@ -122,7 +126,7 @@ func (c *cloudFolder) moveOperated(text string, is *conf.Cloud) (string, error) 
 		if text, err = replaceValue(text, written.key, written.name, to); err != nil {
 			return "", err
 		}
-		content, err := os.ReadFile(from)
+		content, _, err := tunnel.ReadFile(from, maxMoved)
 		switch {
 		case errors.Is(err, fs.ErrNotExist):
 			continue

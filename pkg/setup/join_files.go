@@ -139,7 +139,7 @@ func (f *nodeFiles) checkExisting() error {
 
 // lookAtCert returns an error if path holds anything but a certificate of this node.
 func (f *nodeFiles) lookAtCert(path string) error {
-	text, err := os.ReadFile(path)
+	text, _, err := tunnel.ReadFile(path, tunnel.MaxFile)
 	switch {
 	case errors.Is(err, fs.ErrNotExist), errors.Is(err, syscall.ENOTDIR): // Join meets ENOTDIR again when it writes
 		return nil
@@ -351,7 +351,7 @@ func (f *nodeFiles) write(e *enrolled, w *way) (written []string, err error) {
 // copySecret writes the content of a secret file to another path. The owner of the new file is the owner of its
 // folder.
 func copySecret(from, to string) error {
-	content, err := os.ReadFile(from)
+	content, _, err := tunnel.ReadFile(from, tunnel.MaxFile)
 	if err != nil {
 		return err
 	}
@@ -365,7 +365,7 @@ func copySecret(from, to string) error {
 // content that join replaces, with --force, gets the name that ends in .old: it may have settings of an operator.
 func (f *nodeFiles) update(file newFile) (what string, _ error) {
 	path := filepath.Join(f.dir, file.name)
-	old, err := os.ReadFile(path)
+	old, _, err := tunnel.ReadFile(path, tunnel.MaxFile)
 	if err == nil && bytes.Equal(old, file.content) {
 		return path + " (as it was)", nil
 	}

@@ -242,7 +242,7 @@ func (r *rotation) path(name string) string { return filepath.Join(r.dir, name) 
 // read fills r from the files of the cloud and of a rotation that is under way.
 func (r *rotation) read() error {
 	j := r.Cloud.Join
-	text, err := os.ReadFile(j.CloudCA)
+	text, _, err := tunnel.ReadFile(j.CloudCA, tunnel.MaxFile)
 	if err == nil {
 		r.cloudCAs, err = auth.ParseCloudCAs(text)
 	}
@@ -352,7 +352,7 @@ func (r *rotation) signing() bool {
 // certificate. Then the old CA has signed the certificate, and the certificate is not for the key in the file. The
 // key must have the form in which replacePair writes keys.
 func (r *rotation) halfPair() bool {
-	text, err := os.ReadFile(r.Cloud.Server.Key)
+	text, _, err := tunnel.ReadFile(r.Cloud.Server.Key, tunnel.MaxFile)
 	if err != nil || r.leaf.CheckSignatureFrom(r.next.Certificate()) == nil {
 		return false
 	}
@@ -389,7 +389,7 @@ func (r *rotation) replace(path string, content []byte) error {
 func (r *rotation) announce() error {
 	j := r.Cloud.Join
 	if r.nextNodes != nil && !slices.ContainsFunc(r.nodesCAs, r.nextNodes.Certificate().Equal) {
-		text, err := os.ReadFile(j.CA)
+		text, _, err := tunnel.ReadFile(j.CA, tunnel.MaxFile)
 		if err != nil {
 			return err
 		}

@@ -362,7 +362,7 @@ const (
 
 // ListTokens returns what the token file of a cloud holds.
 func ListTokens(c *conf.Cloud) ([]ListedToken, error) {
-	content, err := os.ReadFile(c.Server.TokenFile)
+	content, _, err := tunnel.ReadFile(c.Server.TokenFile, auth.MaxTokenFile)
 	if err != nil {
 		return nil, err
 	}

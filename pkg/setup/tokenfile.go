@@ -3,7 +3,6 @@ package setup
 import (
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -12,6 +11,7 @@ import (
 
 	"tunnel.example/tunnel/conf"
 	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // errMounted is the error for a file that is a symbolic link, as in a mounted Secret. edit does not replace the link:
@@ -76,24 +76,16 @@ func readNoLink(path string) (content []byte, info fs.FileInfo, err error) {
 	if err != nil {
 		return nil, nil, err
 	}
-	if !before.Mode().IsRegular() && before.Mode()&fs.ModeSymlink == 0 {
-		return nil, nil, fmt.Errorf("%s is not a file", path) // to open a pipe would wait for ever
-	}
-	file, err := os.Open(path)
-	if err != nil {
+	content, info, err = tunnel.ReadFile(path, auth.MaxTokenFile)
+	switch {
+	case err != nil:
 		return nil, nil, err
+	case before.Mode()&fs.ModeSymlink != 0:
+		return content, nil, nil
+	case !os.SameFile(before, info):
+		return nil, nil, fmt.Errorf("%s was replaced while it was read: run this again", path)
 	}
-	defer file.Close()
-	if before.Mode()&fs.ModeSymlink == 0 {
-		if info, err = file.Stat(); err == nil && !os.SameFile(before, info) {
-			err = fmt.Errorf("%s was replaced while it was read: run this again", path)
-		}
-		if err != nil {
-			return nil, nil, err
-		}
-	}
-	content, err = io.ReadAll(file)
-	return content, info, err
+	return content, info, nil
 }
 
 // lockTimeout is how long edit waits for other processes that change the same file.

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"net"
-	"os"
 	"slices"
 	"strings"
 	"time"
@@ -13,6 +12,7 @@ import (
 	"tunnel.example/tunnel/conf"
 	"tunnel.example/tunnel/pkg/auth"
 	"tunnel.example/tunnel/pkg/stream"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // This file checks the certificate files of a cloud against each other, before the cloud
@@ -21,7 +21,7 @@ import (
 // readCertificates reads the certificates of a PEM file. Its errors begin with key, the key of
 // the configuration that names the file.
 func readCertificates(key, file string) ([]*x509.Certificate, error) {
-	text, err := os.ReadFile(file)
+	text, _, err := tunnel.ReadFile(file, tunnel.MaxFile)
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", key, err)
 	}
