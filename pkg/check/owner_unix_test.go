@@ -27,7 +27,7 @@ func (o owned) Sys() any          { return &syscall.Stat_t{Uid: o.user} }
 func TestPrivateFiles(t *testing.T) {
 	files := map[string]owned{
 		"/mine": {7, 0o700}, "/mine/own": {7, 0o600}, "/mine/group": {0, 0o640}, "/mine/root": {0, 0o600},
-		"/root": {0, 0o755}, "/root/daemon": {7, 0o600},
+		"/root": {0, 0o755}, "/root/daemon": {7, 0o600}, "/root/proxy": {0, 0o600},
 	}
 	look := func(names ...string) Result {
 		return ofFolders(names, func(name string) (fs.FileInfo, error) {
@@ -41,4 +41,8 @@ func TestPrivateFiles(t *testing.T) {
 	want(t, "of root", look("/mine/own", "/mine/root"), StateWarn,
 		"/mine/root is of user 0 alone, and its folder of user 7",
 		"chown --reference=/mine /mine/root")
+	want(t, "of root, in a folder of root", look("/root/proxy", "", "/mine/own"), StateWarn,
+		"/root/proxy is of user 0 alone, and the folder /mine of user 7",
+		"move /root/proxy to /mine and write its new path into the configuration, then chown --reference=/mine /mine/proxy")
+	want(t, "root alone", look("/root/proxy", "/root/proxy"), StateOK, "no private file", "")
 }
