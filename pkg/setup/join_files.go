@@ -213,7 +213,7 @@ func (f *nodeFiles) checkMove(config string, is *conf.Edge) error {
 		is.Konnectivity.CA, is.Konnectivity.Cert, is.Konnectivity.Key, is.Konnectivity.TokenFile,
 	} {
 		path = abs(path)
-		if path == "" || path == f.proxyOld || filepath.Dir(path) == stateDir {
+		if path == "" || path == f.proxyOld || strings.HasPrefix(path, stateDir+"/") {
 			continue
 		}
 		if err = readableByAll(path); err != nil {
@@ -227,8 +227,8 @@ func (f *nodeFiles) checkMove(config string, is *conf.Edge) error {
 // readableByAll returns an error if the unit's user could not read a file because of its mode or its folders. A file
 // that does not exist gives no error: conf.LoadEdge reports it.
 func readableByAll(path string) error {
-	if real, err := filepath.EvalSymlinks(path); err == nil {
-		path = real
+	if target, err := filepath.EvalSymlinks(path); err == nil {
+		path = target
 	}
 	info, err := os.Stat(path)
 	switch {
