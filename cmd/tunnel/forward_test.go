@@ -1,9 +1,7 @@
 package main
 
 import (
-	"bytes"
 	"errors"
-	"log/slog"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -25,8 +23,8 @@ func TestForwardWithoutSync(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	var log bytes.Buffer
-	w, err := wireCloud(c, slog.New(slog.NewTextHandler(&log, nil)), place{})
+	log, lines := testkit.NewLog()
+	w, err := wireCloud(c, log, place{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -43,7 +41,7 @@ func TestForwardWithoutSync(t *testing.T) {
 	if all := r.listForwards(); answer.Code != http.StatusOK || len(all) != 1 || all[0].Listen != port {
 		t.Errorf("status %d, %s; the ports are %v", answer.Code, answer.Body, all)
 	}
-	if !strings.Contains(log.String(), "level=ERROR") || !strings.Contains(log.String(), "input/output error") {
-		t.Errorf("the log has\n%s", &log)
+	if got := lines.Lines("level=ERROR", "input/output error"); len(got) != 1 {
+		t.Errorf("the log has\n%s", lines)
 	}
 }
