@@ -185,17 +185,7 @@ func wireCloud(c *conf.Cloud, log *slog.Logger, at place) (*cloudWiring, error) 
 	w.server, w.routes, w.leave = server, server.Router().Routes(), server.Leave
 
 	// The modules of a cloud, in order.
-	if w.port != nil {
-		w.add(w.port, w.port.Ready, c.Server.Listen)
-	}
-	var listeners []string
-	if c.Server.GRPCPort != 0 {
-		listeners = append(listeners, fmt.Sprintf(":%d", c.Server.GRPCPort))
-	}
-	if c.Server.WebSocket != "" {
-		listeners = append(listeners, c.Server.WebSocket)
-	}
-	w.add(server, server.Ready, listeners...)
+	w.addServer()
 	w.add(w.gate, nil)
 	w.add(w.files, nil)
 	w.showCongestion()
@@ -205,14 +195,7 @@ func wireCloud(c *conf.Cloud, log *slog.Logger, at place) (*cloudWiring, error) 
 		w.add(w.peers, w.peers.Ready)
 		w.add(w.api, nil)
 	}
-	if w.inventory != nil {
-		if w.peers != nil {
-			w.inventory.Others = w.peers
-		}
-		w.shareInventory()
-		w.addWriter(w.inventory)
-		w.collectors = append(w.collectors, w.inventory.Collector(w.cluster.expected(), c.Join.Lifetime))
-	}
+	w.addInventory()
 	w.addTCP()
 	w.addUDP()
 	if err = w.addHTTPS(); err != nil {
@@ -274,6 +257,35 @@ func (w *cloudWiring) sink() tunnel.Sink {
 		s.Audit = w.audit.Record
 	}
 	return s
+}
+
+// addServer adds the server that edges join, and before it the one port, if the configuration has one.
+func (w *cloudWiring) addServer() {
+	c := w.conf.Server
+	if w.port != nil {
+		w.add(w.port, w.port.Ready, c.Listen)
+	}
+	var listeners []string
+	if c.GRPCPort != 0 {
+		listeners = append(listeners, fmt.Sprintf(":%d", c.GRPCPort))
+	}
+	if c.WebSocket != "" {
+		listeners = append(listeners, c.WebSocket)
+	}
+	w.add(w.server, w.server.Ready, listeners...)
+}
+
+// addInventory adds the inventory of nodes, if there is one.
+func (w *cloudWiring) addInventory() {
+	if w.inventory == nil {
+		return
+	}
+	if w.peers != nil {
+		w.inventory.Others = w.peers
+	}
+	w.shareInventory()
+	w.addWriter(w.inventory)
+	w.collectors = append(w.collectors, w.inventory.Collector(w.cluster.expected(), w.conf.Join.Lifetime))
 }
 
 // newServer returns the server that edges join.
