@@ -127,7 +127,7 @@ func FromFile(path, source string) ProxyFunc {
 		}
 		defer f.Close()
 		// A named pipe without a writer would be an empty file, and a device may be endless.
-		if info, err := f.Stat(); err != nil || !info.Mode().IsRegular() {
+		if info, failed := f.Stat(); failed != nil || !info.Mode().IsRegular() {
 			return nil, fmt.Errorf("%s: %s is not a regular file", source, path)
 		}
 		text, err := io.ReadAll(io.LimitReader(f, maxProxyFile))

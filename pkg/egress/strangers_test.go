@@ -161,7 +161,7 @@ func TestRemovedCaller(t *testing.T) {
 			return err
 		}
 		request := &konnectivity.Packet{Type: konnectivity.PacketDialReq, Protocol: "tcp", Address: addr}
-		stream.SendMsg(request) //nolint:errcheck // the answer says it
+		stream.SendMsg(request)
 		return stream.RecvMsg(new(konnectivity.Packet))
 	}
 	if err := dial(); err != nil {

@@ -831,7 +831,7 @@ func TestAgentGetsNoBadAddress(t *testing.T) {
 	if tunnel.CodeOf(err) != tunnel.Unreachable {
 		t.Errorf("the answer is %v", err)
 	}
-	go r.dir.Dial(t.Context(), tunnel.Request{Node: "n1", Network: "tcp", Addr: "good:80"}) //nolint:errcheck // no answer
+	go r.dir.Dial(t.Context(), tunnel.Request{Node: "n1", Network: "tcp", Addr: "good:80"}) // it gets no answer
 	var p Packet
 	if err := s.RecvMsg(&p); err != nil || p.Address != "good:80" {
 		t.Errorf("the agent gets %q, %v", p.Address, err)

@@ -46,9 +46,9 @@ func (c *cloudFolder) adopt() (there bool, err error) {
 	edited := string(text)
 	var old []string // paths of the files that move
 	move := func(from, to string) error {
-		content, _, err := tunnel.ReadFile(from, maxMoved)
-		if err != nil {
-			return err
+		content, _, failed := tunnel.ReadFile(from, maxMoved)
+		if failed != nil {
+			return failed
 		}
 		old = append(old, from)
 		c.files = append(c.files, newFile{

@@ -369,8 +369,8 @@ func (s *cloudSession) sendOpen(d *dataConn, m *tunnel.Message) (refused []byte,
 	return nil, fmt.Errorf("a frame of type %#x with %d bytes answers an open", typ, len(data))
 }
 
-// carry makes a conn over d for an open request that the edge has answered on d. It returns nil if the session has ended
-// meanwhile.
+// carry makes a conn over d for an open request that the edge has answered on d. It returns nil if the session has
+// ended meanwhile.
 func (s *cloudSession) carry(name string, counts claim, d *dataConn) *conn.Conn {
 	d.waitLong()
 	lease := d.LendAtCloud()

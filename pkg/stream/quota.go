@@ -108,8 +108,8 @@ func (q *quota) forget() {
 }
 
 // categoryServices is the category of opens for endpoints of Services, and of the conns that edges ask for (Reach). Any
-// pod can cause such conns, and those with tunnel.Request.ByPods, and may leave them idle. So they get at most half of a
-// node's conns, and other callers find room.
+// pod can cause such conns, and those with tunnel.Request.ByPods, and may leave them idle. So they get at most half of
+// a node's conns, and other callers find room.
 const categoryServices = "services"
 
 // enter waits for room for an open, or for a Reach of the edge.

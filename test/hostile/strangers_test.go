@@ -140,8 +140,8 @@ func joinFrom(network *rig.Network, ip net.IP, v *victim, node string) error {
 	return err
 }
 
-// joinsFrom returns a function that joins from an address, as each of the evil nodes in turn: a single node may not join
-// so often.
+// joinsFrom returns a function that joins from an address, as each of the evil nodes in turn: a single node may not
+// join so often.
 func joinsFrom(network *rig.Network, ip net.IP, v *victim) func() error {
 	n := 0
 	return func() error {
