@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"os"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -35,9 +36,9 @@ func (r *restarter) drain(ctx context.Context, stops bool) (*drained, error) {
 	case r.reloader.successor != 0:
 		return nil, errLeft
 	// The units of tunnel have Restart=always, whatever the exit code is.
-	case stops && r.isService():
-		return nil, conflictf("systemd would start it again: run systemctl stop tunnel-%s, which drains it the same way",
-			r.daemon.mode)
+	case stops && (r.isService() || r.daemon.before == nil && unitAdvice(os.Getenv, os.Getpid(), os.Getppid(), "") != ""):
+		return nil, conflictf("systemd may start it again: run systemctl stop on its unit, such as tunnel-%s, which drains "+
+			"it the same way", r.daemon.mode)
 	case r.edges != nil && !stops && !r.daemon.drained.Load() && r.edges.Alone():
 		return nil, conflictf("there is no other replica that could take the edges: " +
 			"end it by tunnel drain --stop (a systemd service: by systemctl stop), or replace it by tunnel restart")
@@ -88,8 +89,8 @@ is refused, since systemd would start the process again: systemctl stop drains i
   tunnel drain
   tunnel drain --stop
 
-Exit codes: 0 drained; 1 no answer, a reload or a restart is under way, no other replica takes the edges, or
-systemd would start the process again; 3 the configuration names no admin socket.`,
+Exit codes: 0 drained; 1 no answer, a reload or a restart is under way, or the process refuses (see above); 3
+the configuration names no admin socket.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := output.check(); err != nil {

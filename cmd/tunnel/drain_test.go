@@ -52,6 +52,7 @@ func TestDrainOfAService(t *testing.T) {
 		"a service":                        {own, "/n", nil, false},
 		"a service without NotifyAccess":   {own, "", nil, false},
 		"a service that has taken over":    {"1", "/n", new(takeover.Predecessor), false},
+		"a script of a service":            {"1", "/n", nil, false},
 		"a shell of a service":             {"1", "", nil, true},
 		"it has taken over, in a terminal": {"1", "", new(takeover.Predecessor), true},
 	} {
@@ -70,7 +71,7 @@ func TestDrainOfAService(t *testing.T) {
 			r.handle(paths)
 			w, q := httptest.NewRecorder(), httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/v1/drain?stop", nil)
 			paths["POST /v1/drain"].ServeHTTP(w, q)
-			refused := w.Code == http.StatusConflict && strings.Contains(w.Body.String(), "systemctl stop tunnel-edge")
+			refused := w.Code == http.StatusConflict && strings.Contains(w.Body.String(), "systemctl stop on its unit, such as tunnel-edge")
 			if stopped != tc.stops || refused == tc.stops || r.daemon.drained.Load() != tc.stops {
 				t.Errorf("it has stopped: %t, want %t; status %d: %s", stopped, tc.stops, w.Code, w.Body)
 			}

@@ -234,8 +234,11 @@ func TestScrapesWait(t *testing.T) {
 			statuses <- resp.StatusCode
 		}()
 	}
-	for range asked {
+	for range maxScrapes {
 		collect <- struct{}{}
+	}
+	close(collect)
+	for range asked {
 		if status := <-statuses; status != http.StatusOK {
 			t.Errorf("a scrape beside %d others gets %d", asked-1, status)
 		}

@@ -118,8 +118,10 @@ func parseChain(text []byte) ([]*x509.Certificate, error) {
 }
 
 // CheckIssued checks that an issued chain (PEM, leaf first) is for the requested node and public
-// key, and returns its leaf. It does not verify the signature: the CA may be unknown here.
-func CheckIssued(text []byte, node tunnel.NodeName, public crypto.PublicKey) (*x509.Certificate, error) {
+// key, and valid at the time now. It returns its leaf. It does not verify the signature: the CA may be unknown here.
+func CheckIssued(
+	text []byte, node tunnel.NodeName, public crypto.PublicKey, now time.Time,
+) (*x509.Certificate, error) {
 	chain, err := parseChain(text)
 	if err != nil {
 		return nil, err
@@ -135,7 +137,7 @@ func CheckIssued(text []byte, node tunnel.NodeName, public crypto.PublicKey) (*x
 	if key, ok := leaf.PublicKey.(interface{ Equal(crypto.PublicKey) bool }); !ok || !key.Equal(public) {
 		return nil, errors.New("the certificate is for another key")
 	}
-	if time.Now().After(leaf.NotAfter) {
+	if now.After(leaf.NotAfter) {
 		return nil, fmt.Errorf("the certificate has expired at %s; check the clock", leaf.NotAfter.Format(time.RFC3339))
 	}
 	return leaf, nil

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"time"
 
 	"tunnel.example/tunnel/pkg/tunnel"
 )
@@ -107,7 +108,7 @@ func (i *Issuer) sign(ctx context.Context, node tunnel.NodeName, p proof, reques
 	if err != nil {
 		return nil, fmt.Errorf("signing the certificate of node %s: %w", node, err)
 	}
-	leaf, err := CheckIssued(chain, node, r.PublicKey)
+	leaf, err := CheckIssued(chain, node, r.PublicKey, time.Now())
 	if err != nil {
 		return nil, fmt.Errorf("the certificate signed for node %s does not match its request: %w", node, err)
 	}

@@ -231,7 +231,7 @@ func (r *Renewal) renew(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	leaf, err := CheckIssued(chain, r.cfg.Node, key.Public())
+	leaf, err := CheckIssued(chain, r.cfg.Node, key.Public(), time.Now())
 	if err != nil {
 		return fmt.Errorf("the certificate from the cloud: %w", err)
 	}

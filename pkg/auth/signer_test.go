@@ -62,7 +62,7 @@ func TestFileSigner(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		leaf, err := CheckIssued(chain, "edge1", key.Public())
+		leaf, err := CheckIssued(chain, "edge1", key.Public(), time.Now())
 		if err != nil {
 			t.Fatal(err)
 		}

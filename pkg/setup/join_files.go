@@ -122,7 +122,7 @@ func (f *nodeFiles) checkExisting() error {
 		}
 		f.keep = true
 	}
-	for _, path := range []string{filepath.Join(f.dir, certFile), f.certPath} {
+	for _, path := range f.certPaths() {
 		if err := f.lookAtCert(path); err != nil {
 			return err
 		}
@@ -135,6 +135,17 @@ func (f *nodeFiles) checkExisting() error {
 		}
 	}
 	return nil
+}
+
+// certPaths returns where a certificate of the node may be.
+func (f *nodeFiles) certPaths() []string { return []string{filepath.Join(f.dir, certFile), f.certPath} }
+
+// replaces reports whether the node may have a certificate already.
+func (f *nodeFiles) replaces() bool {
+	return slices.ContainsFunc(f.certPaths(), func(path string) bool {
+		_, err := os.Lstat(path)
+		return err == nil
+	})
 }
 
 // lookAtCert returns an error if path holds anything but a certificate of this node.
@@ -217,15 +228,15 @@ func (f *nodeFiles) checkMove(config string, is *conf.Edge) error {
 			continue
 		}
 		if err = readableByAll(path); err != nil {
-			return fmt.Errorf("%w, which %s names: move a secret file to %s and write its new path, make any other file "+
-				"readable (chmod 644), and then run the same command again", err, config, stateDir)
+			return fmt.Errorf("%s names a file that the unit's user could not read: %w; then run the same command again",
+				config, err)
 		}
 	}
 	return nil
 }
 
-// readableByAll returns an error if the unit's user could not read a file because of its mode or its folders. A file
-// that does not exist gives no error: conf.LoadEdge reports it.
+// readableByAll returns an error if the unit's user could not read a file because of its mode or its folders. The error
+// says what to do. A file that does not exist gives no error: conf.LoadEdge reports it.
 func readableByAll(path string) error {
 	if target, err := filepath.EvalSymlinks(path); err == nil {
 		path = target
@@ -237,9 +248,10 @@ func readableByAll(path string) error {
 	case err != nil:
 		return err
 	case info.Mode().Perm()&0o004 == 0:
-		return fmt.Errorf("the unit's user could not read %s (mode %04o)", path, info.Mode().Perm())
+		return fmt.Errorf("%s has the mode %04o: if it is no secret, run chmod 644 on it, or else move it to %s/ (make that "+
+			"folder first) and write its new path", path, info.Mode().Perm(), stateDir)
 	case hidden(path):
-		return fmt.Errorf("the unit's user could not read %s: the unit has no home and no /tmp", path)
+		return fmt.Errorf("the unit has no home and no /tmp: move %s to another folder, and write its new path", path)
 	}
 	for dir := filepath.Dir(path); ; dir = filepath.Dir(dir) {
 		info, err := os.Stat(dir)
@@ -247,7 +259,7 @@ func readableByAll(path string) error {
 			return err
 		}
 		if info.Mode().Perm()&0o001 == 0 {
-			return fmt.Errorf("the unit's user could not read %s: it may not enter %s (mode %04o)",
+			return fmt.Errorf("it may not enter the folder of %s: run chmod o+x %s (its mode is %04o)",
 				path, dir, info.Mode().Perm())
 		}
 		if dir == filepath.Dir(dir) {

@@ -111,6 +111,20 @@ func TestJoinKeepsWhatTheCloudTold(t *testing.T) {
 	}
 }
 
+// A node without a certificate joins, although its clock is so far ahead that the certificate has expired by it.
+func TestJoinWithAClockAhead(t *testing.T) {
+	ca, err := auth.NewCA("test", time.Hour)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cloud := &fakeCloud{sign: fileSigner(t, ca, -time.Second), ahead: -time.Hour}
+	var out strings.Builder
+	cfg := JoinConfig{Token: cloud.start(t, ca), Dir: filepath.Join(t.TempDir(), "edge"), Out: &out}
+	if err = Join(t.Context(), cfg); err != nil || !strings.Contains(out.String(), "1h ahead of the cloud's: set it") {
+		t.Errorf("%v; join says\n%s", err, &out)
+	}
+}
+
 // A join with a certificate that no edge would take in a renewal leaves the node's good certificate in its place.
 func TestJoinKeepsAGoodCertificate(t *testing.T) {
 	folder := t.TempDir()

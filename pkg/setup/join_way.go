@@ -344,8 +344,8 @@ func (w *way) explain(err error) error {
 	return failed
 }
 
-// enroll sends the token, and receives a certificate.
-func (w *way) enroll(ctx context.Context) (*enrolled, error) {
+// enroll sends the token, and receives a certificate. replaces says that the node has a certificate already.
+func (w *way) enroll(ctx context.Context, replaces bool) (*enrolled, error) {
 	ctx, cancel := context.WithTimeout(ctx, enrollTimeout)
 	defer cancel()
 	key, request, err := auth.NewRequest(w.token.Node)
@@ -361,9 +361,13 @@ func (w *way) enroll(ctx context.Context) (*enrolled, error) {
 		return nil, refusedToken(w.token, err)
 	}
 	off := time.Since(answer.Time)
-	// The caller replaces the certificate of a node that may be connected. So the new one must be at least as good as
-	// the edge demands of a renewal.
-	if _, err = auth.CheckIssued(answer.Chain, w.token.Node, key.Public()); err != nil {
+	// If the caller replaces the certificate of a node that may be connected, the new one must be at least as good as the
+	// edge demands of a renewal. Otherwise the time of the cloud counts: the clock of this machine may be wrong so far.
+	now := answer.Time
+	if replaces {
+		now = time.Now()
+	}
+	if _, err = auth.CheckIssued(answer.Chain, w.token.Node, key.Public(), now); err != nil {
 		failed := &stepError{
 			step: "token", err: fmt.Errorf("the certificate from the cloud cannot be used: %w", err),
 			fix: "Read the cloud's log; [mode.cloud.join] there says what signs. Nothing was changed.",

@@ -201,12 +201,12 @@ func (u *systemdUnit) restart(ctx context.Context) error {
 	case <-ctx.Done():
 		return ctx.Err()
 	}
-	// systemctl prints the state, and its exit code is not 0 for any state but "active".
+	// systemctl prints the state. Its exit code is 0 for "active" and "reloading".
 	out, err := exec.CommandContext(ctx, u.systemctl, "is-active", u.name()).CombinedOutput()
 	switch state := strings.TrimSpace(string(out)); {
 	case state == "" && err != nil:
 		return failed(fmt.Errorf("systemctl is-active %s: %w", u.name(), err))
-	case state != "active":
+	case state != "active" && state != "reloading":
 		return failed(fmt.Errorf("%s was started and does not run: systemd says %s", u.name(), state))
 	}
 	return nil
@@ -252,7 +252,7 @@ func (u *systemdUnit) replace(file string) error {
 		return err
 	case string(old) == u.text():
 		return nil
-	default:
+	case len(old) > 0: // a unit that is masked leads to /dev/null
 		if err = keepOld(file, old); err != nil {
 			return err
 		}

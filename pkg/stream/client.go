@@ -326,6 +326,7 @@ func (c *Client) Run(ctx context.Context) error {
 			c.log.Debug("this address leads to a replica that has a session already; trying again",
 				"retry_in", d.Round(time.Millisecond))
 		} else {
+			seconds = 0
 			c.logFailed(err, d)
 		}
 		// The cloud would refuse the edge at another address of this machine as well.
@@ -336,8 +337,8 @@ func (c *Client) Run(ctx context.Context) error {
 	}
 }
 
-// A balancer that chooses at random leads to another replica after a few attempts. After manySeconds attempts in a row
-// that all led to replicas with a session, the pauses grow up to secondMax.
+// A balancer that chooses at random leads to a missing replica after some attempts. After manySeconds attempts in a row
+// for each replica, all of which led to replicas with a session, the pauses grow up to secondMax.
 const (
 	manySeconds = 12
 	secondMax   = 5 * time.Minute
@@ -346,14 +347,17 @@ const (
 // afterSecond returns how long to wait after the n-th refusal in a row of a second session. d is how long the client
 // waits after other failures.
 func (c *Client) afterSecond(n int, d time.Duration) time.Duration {
-	if n < manySeconds || !c.cfg.All || c.isMoving() {
+	c.mu.Lock()
+	many := manySeconds * max(1, len(c.replicas))
+	c.mu.Unlock()
+	if n < many || !c.cfg.All || c.isMoving() {
 		return d
 	}
-	if n == manySeconds {
+	if n == many {
 		c.log.Info(`the address leads again and again to replicas that have a session with this edge already, and never to ` +
 			`another one: with sessions = "all", nothing may tie an edge to one replica, such as sessionAffinity: ClientIP`)
 	}
-	return max(d, min(tunnel.BackoffMax<<min(n-manySeconds, 10), secondMax))
+	return max(d, min(tunnel.BackoffMax<<min(n-many, 10), secondMax))
 }
 
 // logFailed logs that the client has no session, and will try again after d. A cloud may be away for days, so a
@@ -556,6 +560,9 @@ func (c *Client) serve(ctx context.Context, l *link) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.ended = append(c.ended, ending{lived, err})
+	if c.cfg.All && lived > tunnel.BackoffMax {
+		c.hurryLocked(hurryReplica) // Run may be in a long pause, see afterSecond
+	}
 	c.changed.Notify()
 }
 

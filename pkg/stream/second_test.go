@@ -11,10 +11,10 @@ import (
 // few seconds.
 func TestAfterSecond(t *testing.T) {
 	log, lines := testkit.NewLog()
-	c := &Client{cfg: ClientConfig{All: true}, log: log}
-	const d = 3 * time.Second
+	c := &Client{cfg: ClientConfig{All: true}, log: log, replicas: []string{"a", "b"}}
+	const d, many = 3 * time.Second, 2 * manySeconds
 	for n, want := range map[int]time.Duration{
-		1: d, manySeconds - 1: d, manySeconds + 1: 20 * time.Second, manySeconds + 2: 40 * time.Second, 1000: secondMax,
+		1: d, many - 1: d, many + 1: 20 * time.Second, many + 2: 40 * time.Second, 1000: secondMax,
 	} {
 		if got := c.afterSecond(n, d); got != want {
 			t.Errorf("after %d refusals: %s, want %s", n, got, want)
@@ -23,7 +23,7 @@ func TestAfterSecond(t *testing.T) {
 	if got := lines.Lines("sessionAffinity"); len(got) > 0 {
 		t.Errorf("too early: %q", got)
 	}
-	c.afterSecond(manySeconds, d)
+	c.afterSecond(many, d)
 	if got := lines.Lines("INFO", "sessionAffinity"); len(got) != 1 {
 		t.Errorf("the log has %q", got)
 	}

@@ -104,7 +104,7 @@ echo '== end'
 			`proxyfile = "/var/lib/tunnel-edge/proxy"`, "600 /var/lib/tunnel-edge/proxy\n", "the same proxy\n",
 		},
 		"a secret of its own": {
-			"exit code 0", "exit code 1", "could not read /srv/third/mine (mode 0600)", "the token was not sent",
+			"exit code 0", "exit code 1", "/srv/third/mine has the mode 0600", "the token was not sent",
 			"the files are as before",
 		},
 		"force": {

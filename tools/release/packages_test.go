@@ -350,8 +350,9 @@ func TestPackagedUnit(t *testing.T) {
 // neither.
 func TestRemovalNamesWhatStays(t *testing.T) {
 	const hint = "tunnel: To remove them, install tunnel again, drain the node and run: tunnel cni uninstall\n"
-	const rules = "tunnel: If an edge had mode = \"full\", its rules stay; to remove them: " +
-		"nft delete table inet tunnel-services\n"
+	const rules = "tunnel: If an edge had mode = \"full\", its rules and routes stay; to remove them: " +
+		"nft delete table inet tunnel-services; ip route flush table default proto 117; " +
+		"ip -6 route flush table default proto 117\n"
 	for _, script := range []struct{ name, remove, upgrade string }{
 		{"deb/prerm", "remove", "upgrade"}, {"rpm/preun", "0", "1"},
 	} {

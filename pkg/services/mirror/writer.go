@@ -277,7 +277,7 @@ func (t *term) assign(
 	for _, o := range originals {
 		for _, p := range o.tcp() {
 			wanted[o.addr(p)] = true
-			if recorded[o.addr(p)] != 0 || t.given[o.addr(p)] != 0 {
+			if recorded[o.addr(p)] != 0 || t.given[o.addr(p)] != 0 || before[o.addr(p)] != 0 {
 				has[o.Namespace]++
 			}
 		}
@@ -294,7 +294,7 @@ func (t *term) assign(
 			if at == 0 {
 				at = t.given[o.addr(p)]
 			}
-			if at == 0 && has[o.Namespace] >= half {
+			if at == 0 && before[o.addr(p)] == 0 && has[o.Namespace] >= half {
 				problems[o.Key()] = fmt.Sprintf("the twins of the namespace have %d ports, half of those in "+
 					"[mode.cloud.services.mirror]: remove the annotation %s elsewhere, or make ports larger", half, Annotation)
 				continue
@@ -308,7 +308,9 @@ func (t *term) assign(
 					continue
 				}
 				t.given[o.addr(p)], used[at] = at, true
-				has[o.Namespace]++
+				if before[o.addr(p)] == 0 {
+					has[o.Namespace]++
+				}
 			}
 			ports[key] = append(ports[key], kube.ServicePort{Name: p.Name, Protocol: p.Protocol, Port: p.Port, Target: at})
 		}

@@ -97,6 +97,22 @@ func TestFullWithoutDefaultRoute(t *testing.T) {
 	if s.kernel.intact() {
 		t.Error("without one of its routes, the table counts as intact")
 	}
+	if err := errors.Join(s.kernel.program(someListeners(1), s.plan.all()), s.kernel.route(nil, s.plan.all())); err != nil {
+		t.Fatal(err)
+	}
+	// Another program removes the rule for IPv6.
+	if err := netlink.RuleDel(tableRule()); err != nil {
+		t.Fatal(err)
+	}
+	if s.kernel.intact() {
+		t.Error("without the rule for IPv6, the table counts as intact")
+	}
+	// A route that fails is tried again, without a change of Services.
+	delete(s.kernel.routes.has, web4.Addr())
+	if err := errors.Join(netlink.RouteDel(routeTo(web4.Addr())), s.kernel.route(nil, nil)); err != nil {
+		t.Fatal(err)
+	}
+	wantRoutes(t, clusterIPs...)
 	// The next process knows another Service, and not the first one.
 	other := address{netip.MustParseAddrPort("10.96.0.30:0"), aboutClusterIP}
 	next := &linux{full: true}
@@ -110,7 +126,8 @@ func TestFullWithoutDefaultRoute(t *testing.T) {
 	}
 	// An edge beside kube-proxy needs no routes.
 	beside := &linux{}
-	if err := errors.Join(beside.program(someListeners(4), nil), beside.route(nil, nil)); err != nil {
+	rest := planner{node: "edge1"}.plan(s.state).all()
+	if err := errors.Join(beside.program(someListeners(4), rest), beside.route(nil, rest)); err != nil {
 		t.Fatal(err)
 	}
 	wantRoutes(t)

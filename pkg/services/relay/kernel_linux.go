@@ -35,13 +35,12 @@ type linux struct {
 	// noAffinity: this kernel does not support session affinity (Linux 5.2 and 5.3). Each new connection of a caller may
 	// go to any endpoint.
 	noAffinity bool
-	id         string              // the id in the names of the table's chains and sets
-	chains     map[chain]struct{}  // the chains of the table that elements lead to
-	built      int                 // how many chains program has made
-	programs   int                 // how often program has begun to write a table
-	left       rules               // where earlier tables have led flows; nil: forget has looked for them
-	routed     map[netip.Addr]bool // the ClusterIPs with a route of ours; nil: route must look for them
-	ruled      bool                // route has added tableRule
+	id         string             // the id in the names of the table's chains and sets
+	chains     map[chain]struct{} // the chains of the table that elements lead to
+	built      int                // how many chains program has made
+	programs   int                // how often program has begun to write a table
+	left       rules              // where earlier tables have led flows; nil: forget has looked for them
+	routes     routes             // to ClusterIPs
 }
 
 func newKernel(full bool) (kernel, error) { return &linux{full: full}, nil }
@@ -79,7 +78,7 @@ func RemoveRules(log *slog.Logger) (stay bool) {
 	if isDenied(err) && hasAddress() {
 		log.Warn("rules of an earlier edge with [mode.edge.services] may be in force, and this one lacks CAP_NET_ADMIN to "+
 			"remove them: run nft delete table inet "+tableName+" on the node; to end this warning, also remove "+
-			"169.254.77.1 from loopback (docs/services.md, Remove it)", "table", tableName)
+			"169.254.77.1 from loopback, and routes of mode full (docs/services.md, Remove it)", "table", tableName)
 	}
 	RemoveDNSRules(log)
 	return stay

@@ -44,8 +44,7 @@ func tableRule() *netlink.Rule {
 func ownRoutes() (map[netip.Addr]bool, error) {
 	own := make(map[netip.Addr]bool)
 	for _, family := range []int{netlink.FAMILY_V4, netlink.FAMILY_V6} {
-		all, err := netlink.RouteListFiltered(family, &netlink.Route{Table: unix.RT_TABLE_DEFAULT, Protocol: routeProtocol},
-			netlink.RT_FILTER_TABLE|netlink.RT_FILTER_PROTOCOL)
+		all, err := listRoutes(family)
 		if err != nil {
 			return own, fmt.Errorf("listing the routes to ClusterIPs: %w", err)
 		}
@@ -61,71 +60,143 @@ func ownRoutes() (map[netip.Addr]bool, error) {
 	return own, nil
 }
 
+// listRoutes lists our routes of a family. If the routes change while the kernel lists them, listRoutes asks again, up
+// to five times in all.
+func listRoutes(family int) (all []netlink.Route, err error) {
+	for range 5 {
+		all, err = netlink.RouteListFiltered(family, &netlink.Route{Table: unix.RT_TABLE_DEFAULT, Protocol: routeProtocol},
+			netlink.RT_FILTER_TABLE|netlink.RT_FILTER_PROTOCOL)
+		if !errors.Is(err, netlink.ErrDumpInterrupted) {
+			break
+		}
+	}
+	return all, err
+}
+
+// routes are the routes to ClusterIPs. The zero value knows nothing yet.
+type routes struct {
+	want map[netip.Addr]bool // the ClusterIPs that should have a route; nil: update has not run
+	has  map[netip.Addr]bool // the ClusterIPs that have one
+	// lacks has the families, by Is4, for which this kernel has no table "default".
+	lacks map[bool]bool
+}
+
 // route implements kernel.
 func (k *linux) route(before, after rules) error {
 	if k.dns {
 		return nil
 	}
+	var errs []error
+	first := k.routes.want == nil
+	if first {
+		k.routes = routes{want: make(map[netip.Addr]bool), lacks: make(map[bool]bool)}
+		var err error
+		if k.routes.has, err = ownRoutes(); err != nil { // routes of earlier processes, some to ClusterIPs that are gone
+			errs = append(errs, err)
+		}
+	}
+	for at, one := range before {
+		if one.kind == isClusterIP {
+			delete(k.routes.want, at.Addr())
+		}
+	}
+	for at, one := range after {
+		if one.kind == isClusterIP && k.listens(familyOf(at.Addr())) && !k.routes.lacks[at.Addr().Is4()] {
+			k.routes.want[at.Addr()] = true
+		}
+	}
+	errs = append(errs, k.routes.update())
+	if first {
+		errs = append(errs, k.routes.check())
+	}
+	return errors.Join(errs...)
+}
+
+// update removes and adds routes, until the kernel has those of want. What fails is tried again at the next call.
+func (r *routes) update() error {
 	h, err := netlink.NewHandle(unix.NETLINK_ROUTE)
 	if err != nil {
 		return fmt.Errorf("opening rtnetlink: %w", err)
 	}
 	defer h.Close()
 	var errs []error
-	if k.routed == nil {
-		if k.routed, err = ownRoutes(); err != nil {
-			errs = append(errs, err)
+	for addr := range r.has {
+		if r.want[addr] {
+			continue
 		}
-		before = make(rules, len(k.routed)) // routes of earlier processes, some to ClusterIPs that are gone
-		for addr := range k.routed {
-			before[address{netip.AddrPortFrom(addr, 0), aboutClusterIP}] = rule{kind: isClusterIP}
+		if err = h.RouteDel(routeTo(addr)); err != nil && !errors.Is(err, unix.ESRCH) {
+			errs = append(errs, fmt.Errorf("removing the route to %s: %w", addr, err))
+			continue
 		}
+		delete(r.has, addr)
 	}
-	for at, one := range before {
-		if _, stays := after[at]; stays || one.kind != isClusterIP || !k.routed[at.Addr()] {
+	ruled := false
+	for addr := range r.want {
+		if r.has[addr] {
 			continue
 		}
-		if err = h.RouteDel(routeTo(at.Addr())); err != nil && !errors.Is(err, unix.ESRCH) {
-			errs = append(errs, fmt.Errorf("removing the route to %s: %w", at.Addr(), err))
-			continue
-		}
-		delete(k.routed, at.Addr())
-	}
-	for at, one := range after {
-		if one.kind != isClusterIP || k.routed[at.Addr()] || !k.listens(familyOf(at.Addr())) {
-			continue
-		}
-		if at.Addr().Is6() && !k.ruled {
+		if addr.Is6() && !ruled {
+			ruled = true // an error of each address would be the same
 			if err = h.RuleAdd(tableRule()); err != nil && !errors.Is(err, unix.EEXIST) {
 				errs = append(errs, fmt.Errorf("adding a rule for the routing table default: %w", err))
 			}
-			k.ruled = true // or it fails for each address
 		}
-		if err = h.RouteReplace(routeTo(at.Addr())); err != nil {
-			errs = append(errs, fmt.Errorf("adding a route to %s: %w", at.Addr(), err))
+		if err = h.RouteReplace(routeTo(addr)); err != nil {
+			errs = append(errs, fmt.Errorf("adding a route to %s: %w", addr, err))
 			continue
 		}
-		k.routed[at.Addr()] = true
+		r.has[addr] = true
 	}
 	return errors.Join(errs...)
 }
 
-// hasRoutes reports whether the kernel has the routes that route has made.
-func (k *linux) hasRoutes() bool {
-	if len(k.routed) == 0 {
+// check gives up a family for which the kernel has no table "default": a kernel without policy routing adds each route
+// to the table "main", where it would count before others.
+func (r *routes) check() error {
+	own, err := ownRoutes()
+	if err != nil {
+		return nil // as if the kernel had the table
+	}
+	for addr := range r.has {
+		r.lacks[addr.Is4()] = r.lacks[addr.Is4()] || !own[addr]
+	}
+	if !r.lacks[true] && !r.lacks[false] {
+		return nil
+	}
+	for addr := range r.want {
+		if r.lacks[addr.Is4()] {
+			delete(r.want, addr)
+		}
+	}
+	return errors.Join(errors.New("this kernel has no routing table default: it was built without policy routing"),
+		r.update())
+}
+
+// intact reports whether the kernel has the routes that update has made, and the rule that leads to those of IPv6.
+func (r *routes) intact() bool {
+	if len(r.has) == 0 {
 		return true
 	}
 	own, err := ownRoutes()
-	return err != nil || len(own) == len(k.routed) // another attempt would not read them either
+	if err != nil {
+		return true // another attempt would not read them either
+	}
+	ruled := true
+	for addr := range r.has {
+		if addr.Is6() {
+			rules, err := netlink.RuleListFiltered(netlink.FAMILY_V6, tableRule(), netlink.RT_FILTER_TABLE)
+			ruled = err != nil || len(rules) > 0
+			break
+		}
+	}
+	return ruled && len(own) == len(r.has)
 }
 
 // removeRoutes removes the routes to ClusterIPs, and the rule that leads to them.
 func removeRoutes() error {
-	own, err := ownRoutes()
-	if err != nil || len(own) == 0 {
-		return err
-	}
 	var errs []error
+	own, err := ownRoutes()
+	errs = append(errs, err)
 	for addr := range own {
 		errs = append(errs, netlink.RouteDel(routeTo(addr)))
 	}

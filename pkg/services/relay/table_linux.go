@@ -525,7 +525,7 @@ const perPart = 250
 // call the new chains in place of all others, in one transaction.
 func (k *linux) program(listeners []netip.AddrPort, all rules) error {
 	before := *k
-	k.listeners, k.routed, k.ruled = listeners, nil, false
+	k.listeners, k.routes = listeners, routes{}
 	if err := k.chooseID(); err != nil {
 		*k = before
 		return withVersion(withRights(err))
@@ -916,7 +916,7 @@ func (k *linux) intact() bool {
 			}
 		}
 	}
-	return k.hasRoutes()
+	return k.routes.intact()
 }
 
 // remove implements kernel. If the next process of the edge uses the table already, or is about to, the table stays,
