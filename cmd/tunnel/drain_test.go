@@ -71,7 +71,8 @@ func TestDrainOfAService(t *testing.T) {
 			r.handle(paths)
 			w, q := httptest.NewRecorder(), httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/v1/drain?stop", nil)
 			paths["POST /v1/drain"].ServeHTTP(w, q)
-			refused := w.Code == http.StatusConflict && strings.Contains(w.Body.String(), "systemctl stop on its unit, such as tunnel-edge")
+			refused := w.Code == http.StatusConflict &&
+				strings.Contains(w.Body.String(), "systemctl stop on its unit, such as tunnel-edge")
 			if stopped != tc.stops || refused == tc.stops || r.daemon.drained.Load() != tc.stops {
 				t.Errorf("it has stopped: %t, want %t; status %d: %s", stopped, tc.stops, w.Code, w.Body)
 			}

@@ -97,7 +97,8 @@ func TestFullWithoutDefaultRoute(t *testing.T) {
 	if s.kernel.intact() {
 		t.Error("without one of its routes, the table counts as intact")
 	}
-	if err := errors.Join(s.kernel.program(someListeners(1), s.plan.all()), s.kernel.route(nil, s.plan.all())); err != nil {
+	own := s.plan.all()
+	if err := errors.Join(s.kernel.program(someListeners(1), own), s.kernel.route(nil, own)); err != nil {
 		t.Fatal(err)
 	}
 	// Another program removes the rule for IPv6.
