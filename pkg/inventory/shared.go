@@ -117,7 +117,11 @@ func (i *Inventory) merge(stored map[tunnel.NodeName]Record) map[tunnel.NodeName
 	i.read = true
 	now := i.second()
 	for n, from := range stored {
-		if at, gone := i.forgotten[n]; gone && !from.LastSeen.After(at.Add(forgetTime)) {
+		seen := from.LastSeen
+		if seen.After(now) { // the clock of another replica was ahead
+			seen = now
+		}
+		if at, gone := i.forgotten[n]; gone && !seen.After(at.Add(forgetTime)) {
 			continue
 		}
 		i.adoptLocked(n, from)
@@ -148,14 +152,15 @@ func (r *Record) shared() Record {
 }
 
 // differ reports whether kept must be written. A newer LastSeen alone needs no write until the stored one is refresh
-// older, because the LastSeen of a connected node changes each second.
+// older, because the LastSeen of a connected node changes each second. A stored one may also be ahead, by the clock of
+// another replica.
 func differ(stored, kept map[tunnel.NodeName]Record) bool {
 	if len(stored) != len(kept) {
 		return true
 	}
 	for n, k := range kept {
 		s, ok := stored[n]
-		if !ok || k.LastSeen.Sub(s.LastSeen) >= refresh {
+		if !ok || k.LastSeen.Sub(s.LastSeen).Abs() >= refresh {
 			return true
 		}
 		if s.LastSeen = k.LastSeen; s != k {

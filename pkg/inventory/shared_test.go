@@ -199,10 +199,15 @@ func TestSharedForget(t *testing.T) {
 
 // A node that was lost after it was forgotten, by the clock of the replica that has lost it, stays forgotten.
 func TestSharedForgetAhead(t *testing.T) {
+	t.Run("some minutes", func(t *testing.T) { testForgetAhead(t, 4*sharedPause) })
+	t.Run("more than forgetTime", func(t *testing.T) { testForgetAhead(t, 2*forgetTime) })
+}
+
+func testForgetAhead(t *testing.T, ahead time.Duration) {
 	synctest.Test(t, func(t *testing.T) {
 		m := new(memMap)
 		a, _ := m.replica(t, "pod-a")
-		b, _ := m.replicaAhead(t, "pod-b", 4*sharedPause)
+		b, _ := m.replicaAhead(t, "pod-b", ahead)
 		synctest.Wait()
 		s := session("edge1", "v1")
 		b.Attached(s)
