@@ -352,7 +352,7 @@ func TestTwinGoes(t *testing.T) {
 	gone("the twin goes with its original", "shop", "back")
 	// Three of the four ports have had a twin just now. Only one is free.
 	a.mirrored("bank", "api", "true", 80)
-	a.mirrored("bank", "third", "true", 80)
+	a.mirrored("shop", "third", "true", 80)
 	testkit.Eventually(t, "no port is free", func() bool { return strings.Contains(r.writer.Note(), "no port is free") })
 
 	// The same name, and another original.
