@@ -47,9 +47,9 @@ func ReasonFor(err error) Reason {
 	}
 }
 
-// IsOfObject reports whether the API server has refused an object because of the object or its namespace, and not because
-// of this cloud: by a ResourceQuota (k8s.io/apiserver/pkg/admission/plugin/resourcequota/controller.go), or because a
-// field is not valid.
+// IsOfObject reports whether the API server has refused an object because of the object or its namespace, and not
+// because of this cloud: by a ResourceQuota (k8s.io/apiserver/pkg/admission/plugin/resourcequota/controller.go), or
+// because a field is not valid.
 func IsOfObject(err error) bool {
 	return apierrors.IsForbidden(err) && strings.Contains(err.Error(), "exceeded quota") || apierrors.IsInvalid(err)
 }
