@@ -35,7 +35,7 @@ func (r *restarter) drain(ctx context.Context, stops bool) (*drained, error) {
 	switch {
 	case r.reloader.successor != 0:
 		return nil, errLeft
-	// The units of tunnel have Restart=always, whatever the exit code is.
+	// The units of tunnel have Restart=always: systemd starts the process again after any exit code.
 	case stops && (r.isService() || r.daemon.before == nil && unitAdvice(os.Getenv, os.Getpid(), os.Getppid(), "") != ""):
 		return nil, conflictf("systemd may start it again: run systemctl stop on its unit, such as tunnel-%s, which drains "+
 			"it the same way", r.daemon.mode)

@@ -143,13 +143,13 @@ func (p *proxies) admits(ctx context.Context) error {
 	if p.callers == nil || p.callers.VerifyConnection == nil {
 		return nil
 	}
-	from, ok := peer.FromContext(ctx)
-	if !ok {
-		return nil
+	from, _ := peer.FromContext(ctx)
+	if from == nil {
+		return status.Error(codes.Internal, "a stream without a connection")
 	}
 	t, ok := from.AuthInfo.(credentials.TLSInfo)
 	if !ok {
-		return nil
+		return status.Error(codes.Internal, "a stream without TLS")
 	}
 	if err := p.callers.VerifyConnection(t.State); err != nil {
 		return status.Error(codes.PermissionDenied, err.Error())

@@ -239,7 +239,6 @@ func (s *agentStream) receiveLoop() {
 			return
 		}
 		s.receive(&p)
-		s.endIfFlooded()
 	}
 }
 

@@ -155,7 +155,6 @@ func (l *agentLink) receiveLoop() {
 			l.end(err)
 			return
 		}
-		l.endIfFlooded()
 	}
 }
 
@@ -196,6 +195,7 @@ func (l *agentLink) dialAnswered(p *Packet) error {
 		c, err := l.add(p.ConnID, func() {})
 		if err == nil {
 			c.Reset()
+			l.endIfFlooded()
 		}
 		return err
 	}

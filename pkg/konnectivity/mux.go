@@ -103,8 +103,8 @@ func (m *mux) send(p *Packet) {
 	m.endIfFlooded()
 }
 
-// endIfFlooded ends the mux if more than maxControl packets wait because the peer does not read. Callers of sendLocked
-// must call it later: a peer may send many packets that each need an answer.
+// endIfFlooded ends the mux if more than maxControl packets wait because the peer does not read. Whoever queues a
+// packet that the peer can cause at any rate calls it afterwards.
 func (m *mux) endIfFlooded() {
 	m.mu.Lock()
 	flood := m.err == nil && m.control > maxControl

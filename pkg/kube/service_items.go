@@ -114,9 +114,9 @@ type slicePort struct {
 	Port     portNumber `json:"port"`
 }
 
-// portNumber is a port in an object. The API server does not check every port: it stores an EndpointSlice with any
-// port, and a Service of type ExternalName with any node port. What is no port becomes 0, so that such an object of one
-// user does not make a whole list unreadable.
+// portNumber is a port in an object, or 0 if the object has a number there that is no port. The API server stores such
+// numbers, for example as the node port of a Service of type ExternalName. An error instead of 0 would make the whole
+// list unreadable, and any user could cause that.
 type portNumber uint16
 
 // UnmarshalJSON implements json.Unmarshaler.

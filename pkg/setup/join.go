@@ -215,7 +215,7 @@ func (j *joining) steps(ctx context.Context) error {
 	if err = way.check(ctx); err != nil {
 		return err
 	}
-	enrolled, err := way.enroll(ctx, files.replaces())
+	enrolled, err := way.enroll(ctx, files.hasCert())
 	if err != nil {
 		return err
 	}

@@ -140,8 +140,8 @@ func (f *nodeFiles) checkExisting() error {
 // certPaths returns where a certificate of the node may be.
 func (f *nodeFiles) certPaths() []string { return []string{filepath.Join(f.dir, certFile), f.certPath} }
 
-// replaces reports whether the node may have a certificate already.
-func (f *nodeFiles) replaces() bool {
+// hasCert reports whether there is a file where a certificate of the node may be.
+func (f *nodeFiles) hasCert() bool {
 	return slices.ContainsFunc(f.certPaths(), func(path string) bool {
 		_, err := os.Lstat(path)
 		return err == nil

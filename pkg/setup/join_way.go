@@ -344,8 +344,8 @@ func (w *way) explain(err error) error {
 	return failed
 }
 
-// enroll sends the token, and receives a certificate. replaces says that the node has a certificate already.
-func (w *way) enroll(ctx context.Context, replaces bool) (*enrolled, error) {
+// enroll sends the token, and receives a certificate. hasCert says that the node may have a certificate already.
+func (w *way) enroll(ctx context.Context, hasCert bool) (*enrolled, error) {
 	ctx, cancel := context.WithTimeout(ctx, enrollTimeout)
 	defer cancel()
 	key, request, err := auth.NewRequest(w.token.Node)
@@ -361,10 +361,10 @@ func (w *way) enroll(ctx context.Context, replaces bool) (*enrolled, error) {
 		return nil, refusedToken(w.token, err)
 	}
 	off := time.Since(answer.Time)
-	// If the caller replaces the certificate of a node that may be connected, the new one must be at least as good as the
-	// edge demands of a renewal. Otherwise the time of the cloud counts: the clock of this machine may be wrong so far.
+	// An old certificate may be in use, and Join replaces it: so the new one must be valid by the clock of this machine.
+	// Without an old one, the clock of the cloud counts. Then a machine whose clock is wrong joins, and Join says so.
 	now := answer.Time
-	if replaces {
+	if hasCert {
 		now = time.Now()
 	}
 	if _, err = auth.CheckIssued(answer.Chain, w.token.Node, key.Public(), now); err != nil {

@@ -110,8 +110,8 @@ func newSystemdUnit(s service, dir string, h Host) (*systemdUnit, error) {
 	return nil, failed
 }
 
-// settleTime is the value of systemdUnit.settle. A daemon with a bad configuration ends within a second, and systemd
-// starts it again after five seconds (RestartSec=).
+// settleTime is the value of systemdUnit.settle. A daemon with a bad configuration ends within a second. systemd starts
+// it again five seconds later (RestartSec=), so a look after two seconds finds that it does not run.
 const settleTime = 2 * time.Second
 
 // findSystemctl returns the path of systemctl. It fails unless systemd runs this machine: a container may have

@@ -6,9 +6,9 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// share bounds what parts of the nodes of another replica may have of the session with that replica. The replica that
-// holds a node limits the conns of the node, but the session has room for the conns of a few such nodes only. Without
-// share, callers of these nodes would take the conns of all others. A nil share has no limits: a session with a node.
+// share divides the conns of a session with another replica among the nodes of that replica. The session has as many
+// conns as four nodes may have. Without share, callers of four nodes could use up the conns of all nodes. A session
+// with a node has no share: nil, which has no limits.
 type share struct {
 	max int // the most conns of the session; set once
 
@@ -18,8 +18,8 @@ type share struct {
 	of     map[tunnel.NodeName]int // conns and opens of each node
 }
 
-// part is how many conns one node may have, as a part of all, while more than half of all are in use.
-const part = 16
+// nodePart: while half of the conns are in use, a node with a sixteenth of all conns gets no more.
+const nodePart = 16
 
 // claim is what a conn counts for.
 type claim struct {
@@ -42,7 +42,7 @@ func (s *share) enter(c claim) *tunnel.Refusal {
 	case c.byPods && s.byPods >= (s.max+1)/2:
 		return tunnel.Refusef(tunnel.Overloaded, "limit conns: endpoints of Services have %d conns by another replica, "+
 			"half of all", s.byPods)
-	case s.conns >= (s.max+1)/2 && s.of[c.node] >= max(1, s.max/part):
+	case s.conns >= (s.max+1)/2 && s.of[c.node] >= max(1, s.max/nodePart):
 		return tunnel.Refusef(tunnel.Overloaded, "limit conns: node %s has %d of the %d conns by another replica",
 			c.node, s.of[c.node], s.conns)
 	}
