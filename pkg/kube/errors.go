@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"net"
-	"strings"
 	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -45,13 +44,6 @@ func ReasonFor(err error) Reason {
 	default:
 		return Failed
 	}
-}
-
-// IsOfObject reports whether the API server has refused an object because of the object or its namespace, and not
-// because of this cloud: by a ResourceQuota (k8s.io/apiserver/pkg/admission/plugin/resourcequota/controller.go), or
-// because a field is not valid.
-func IsOfObject(err error) bool {
-	return apierrors.IsForbidden(err) && strings.Contains(err.Error(), "exceeded quota") || apierrors.IsInvalid(err)
 }
 
 // RetryAfter returns how long the server asks the client to wait before the next request; 0 if

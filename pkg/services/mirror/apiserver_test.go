@@ -29,9 +29,8 @@ type apiServer struct {
 	events  []apiEvent
 	version int
 	changed tunnel.Change
-	deny    bool   // changes are refused: 403
-	quota   string // changes in this namespace are refused by its quota
-	late    bool   // watches of EndpointSlices show nothing more
+	deny    bool // changes are refused: 403
+	late    bool // watches of EndpointSlices show nothing more
 	writes  []string
 	closed  bool
 }
@@ -120,12 +119,6 @@ func (a *apiServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	old := a.objects[key]
 	if r.Method != http.MethodGet && a.deny {
 		refuse(w, http.StatusForbidden, "Forbidden")
-		return
-	}
-	if r.Method != http.MethodGet && a.quota != "" && namespace == a.quota {
-		w.WriteHeader(http.StatusForbidden)
-		fmt.Fprint(w, `{"kind":"Status","apiVersion":"v1","status":"Failure","reason":"Forbidden","code":403,`+
-			`"message":"services \"web-tunnel\" is forbidden: exceeded quota: small"}`)
 		return
 	}
 	done := func() { a.writes = append(a.writes, r.Method+" "+r.URL.Path) }

@@ -586,26 +586,6 @@ func TestFailures(t *testing.T) {
 	}
 }
 
-// A namespace whose quota is used up gets no twin, which is no fault of the cloud. Other namespaces get theirs.
-func TestQuota(t *testing.T) {
-	a := newAPIServer(t)
-	a.replicas("10.0.0.1")
-	a.quota = "bank"
-	r := start(t, a, true, nil)
-	a.mirrored("bank", "web", "true", 80)
-	a.mirrored("shop", "web", "true", 80)
-	r.leadsTo(t, a.target("shop", "web-tunnel", 80), "web.shop.svc:80")
-	testkit.Within(t, 10*time.Second, "the log says so", func() error {
-		if len(r.log.Lines("level=WARN", "bank/web", "exceeded quota")) == 0 {
-			return fmt.Errorf("%s", r.log)
-		}
-		return nil
-	})
-	if note := r.writer.Note(); note != "" {
-		t.Errorf("the cloud looks degraded: %s", note)
-	}
-}
-
 // The names of twins.
 func TestOriginals(t *testing.T) {
 	service := func(name, value string, ports ...kube.ServicePort) kube.Service {

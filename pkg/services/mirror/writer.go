@@ -192,10 +192,6 @@ func (t *term) reconcile(ctx context.Context) (problems map[string]string, err e
 				"another name as value of the annotation %s", taken, Annotation)
 			continue
 		}
-		if kube.IsOfObject(failed) { // a user can cause it, so it does not make the cloud look degraded
-			problems[o.Key()] = failed.Error()
-			continue
-		}
 		err = errors.Join(err, unlessConflict(failed))
 	}
 	return problems, errors.Join(err, t.clean(ctx, v, originals))
