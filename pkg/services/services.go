@@ -122,7 +122,15 @@ func nameIn(p Path) string {
 // split returns the parts of a path, the kind first. It returns nil if p is no path.
 func split(p Path) []string {
 	parts := strings.Split(p, "/")
-	want := map[string]int{kindService: 3, kindEndpoint: 5, kindNode: 2}[parts[0]]
+	want := 0
+	switch parts[0] {
+	case kindService:
+		want = 3
+	case kindEndpoint:
+		want = 5
+	case kindNode:
+		want = 2
+	}
 	if len(parts) != want {
 		return nil
 	}

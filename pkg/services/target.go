@@ -53,9 +53,8 @@ func AddressOf(endpoint Path) string {
 
 // ServiceOf returns the path of the Service of an endpoint.
 func ServiceOf(endpoint Path) Path {
-	parts := split(endpoint)
-	if parts == nil || parts[0] != kindEndpoint {
+	if !strings.HasPrefix(endpoint, kindEndpoint+"/") || split(endpoint) == nil {
 		return ""
 	}
-	return kindService + "/" + parts[1] + "/" + parts[2]
+	return kindService + "/" + nameIn(endpoint)
 }

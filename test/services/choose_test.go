@@ -56,10 +56,15 @@ func randomBytes(r *rand.Rand) []byte {
 	return b
 }
 
-// compare asks both about every port of the Service, in both families.
+// compare asks both about every port of the Service, in both families. Choose also gets only the endpoints that the
+// cloud sends to the node.
 func compare(t *testing.T, q question) {
 	t.Helper()
 	given := slices.Clone(q.endpoints)
+	sent := question{svc: q.svc, self: q.self}
+	for _, i := range services.ViewOf(q.svc, q.endpoints).For(q.self) {
+		sent.endpoints = append(sent.endpoints, q.endpoints[i])
+	}
 	for _, port := range q.svc.GetPorts() {
 		for _, ip := range q.svc.GetClusterIps() {
 			at := netip.MustParseAddr(ip)
@@ -70,6 +75,10 @@ func compare(t *testing.T, q question) {
 			got := askChoose(q, port, at)
 			if !reflect.DeepEqual(got, want) {
 				t.Errorf("port %v at %s:\nChoose answers     %+v\nkube-proxy answers %+v\n%s", port, ip, got, want, q)
+			}
+			if got = askChoose(sent, port, at); !reflect.DeepEqual(got, want) {
+				t.Errorf("port %v at %s, with the endpoints that the node is sent:\nChoose answers     %+v\n"+
+					"kube-proxy answers %+v\n%s\nsent: %s", port, ip, got, want, q, sent)
 			}
 		}
 	}

@@ -38,6 +38,15 @@ type key struct {
 	seq uint64
 }
 
+// ownBatch returns a batch with changes from the start of a list, for one edge, and the changes that found no room.
+func ownBatch(list []*change) (_ *batch, rest []*change) {
+	b := new(batch)
+	for len(list) > 0 && b.append(list[0]) {
+		list = list[1:]
+	}
+	return b, list
+}
+
 // cached is how many batches the hub keeps, so that other edges get the same batch. A change reaches all edges at
 // nearly the same time.
 const cached = 32
@@ -82,7 +91,7 @@ func (h *Hub) fillBucketsLocked(b *batch) {
 			b.changes = appendWhole(b.changes, n)
 		}
 		for _, p := range slices.Sorted(maps.Keys(h.buckets[n])) {
-			if p <= at.after {
+			if p <= at.after || h.buckets[n][p].isApart() {
 				continue
 			}
 			if !b.append(h.buckets[n][p]) {

@@ -5,6 +5,7 @@ package hub
 import (
 	"context"
 	"crypto/tls"
+	"fmt"
 	"io"
 	"net"
 	"os"
@@ -59,19 +60,44 @@ func (q *quickEdge) Send(b *pb.Batch) error {
 func BenchmarkChange(b *testing.B) {
 	h := newHub(Config{})
 	largeCluster(b, h)
+	benchmarkChange(b, h, edges, func(ready bool) (services.Path, []byte) { return anEndpoint(b, 500, 5, ready) })
+}
+
+// BenchmarkChangeOfOneNode reports the same for an endpoint that only its own node needs: each of 500 nodes has one
+// endpoint of a Service with internalTrafficPolicy Local, as of a DaemonSet.
+func BenchmarkChangeOfOneNode(b *testing.B) {
+	h := newHub(Config{})
+	setWeb(b, h, true)
+	endpoint := func(i int, ready bool) (services.Path, []byte) {
+		address := fmt.Sprintf("10.88.%d.%d", i/250, i%250+1)
+		return services.EndpointPath("shop", "web", "web-a", address), marshal(b, &services.Endpoint{
+			Address: address, Node: fmt.Sprintf("edge-%d", i), Ready: ready, Serving: ready, Ports: http,
+		})
+	}
+	for i := range edges {
+		h.Set(endpoint(i, true))
+	}
+	h.Synced()
+	benchmarkChange(b, h, 1, func(ready bool) (services.Path, []byte) { return endpoint(300, ready) })
+}
+
+// benchmarkChange changes an endpoint of h, which n of the 500 edges are told.
+func benchmarkChange(b *testing.B, h *Hub, n int, endpoint func(ready bool) (services.Path, []byte)) {
 	ctx, stop := context.WithCancel(b.Context())
 	var got, running sync.WaitGroup
-	got.Add(edges) // the first batch, which is empty
+	got.Add(edges) // the first batch
 	for i := range edges {
-		q := &quickEdge{ctx: ctx, has: h.digests, got: &got}
-		running.Go(func() { h.Watch(tunnel.NodeName("edge-"+strconv.Itoa(i)), q) })
+		node := tunnel.NodeName("edge-" + strconv.Itoa(i))
+		has, _ := need(h, node)
+		q := &quickEdge{ctx: ctx, has: has, got: &got}
+		running.Go(func() { h.Watch(node, q) })
 	}
 	got.Wait()
 	before := processorTime(b)
 	ready := false
 	for b.Loop() {
-		got.Add(edges)
-		h.Set(anEndpoint(b, 500, 5, ready))
+		got.Add(n)
+		h.Set(endpoint(ready))
 		got.Wait()
 		ready = !ready
 	}

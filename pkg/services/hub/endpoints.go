@@ -105,7 +105,7 @@ func (h *Hub) service(path services.Path) (*services.Service, []services.Named, 
 	var values []services.Named
 	var encoded [][]byte
 	if item != nil {
-		for p := range h.index.endpoints[path] {
+		for p := range h.endpoints[path] {
 			values, encoded = append(values, services.Named{Path: p}), append(encoded, h.itemLocked(p).value)
 		}
 	}
@@ -191,30 +191,19 @@ func add(found []Endpoint, e *services.Endpoint, port uint16) []Endpoint {
 	})
 }
 
-// index finds Services by their ClusterIPs, and endpoints by their Services. A nil index keeps nothing.
+// index finds Services by their ClusterIPs. A nil index keeps nothing.
 type index struct {
-	at        map[netip.Addr]services.Path // the Service with a ClusterIP
-	addrs     map[services.Path][]netip.Addr
-	endpoints map[services.Path]map[services.Path]struct{} // the endpoints of a Service
+	at    map[netip.Addr]services.Path // the Service with a ClusterIP
+	addrs map[services.Path][]netip.Addr
 }
 
 func newIndex() *index {
-	return &index{
-		at: make(map[netip.Addr]services.Path), addrs: make(map[services.Path][]netip.Addr),
-		endpoints: make(map[services.Path]map[services.Path]struct{}),
-	}
+	return &index{at: make(map[netip.Addr]services.Path), addrs: make(map[services.Path][]netip.Addr)}
 }
 
 // set adds or changes an item.
 func (x *index) set(p services.Path, value []byte) {
 	if x == nil {
-		return
-	}
-	if of := services.ServiceOf(p); of != "" {
-		if x.endpoints[of] == nil {
-			x.endpoints[of] = make(map[services.Path]struct{})
-		}
-		x.endpoints[of][p] = struct{}{}
 		return
 	}
 	if _, _, ok := services.CutService(p); !ok {
@@ -235,12 +224,6 @@ func (x *index) set(p services.Path, value []byte) {
 // forget removes an item.
 func (x *index) forget(p services.Path) {
 	if x == nil {
-		return
-	}
-	if of := services.ServiceOf(p); of != "" {
-		if delete(x.endpoints[of], p); len(x.endpoints[of]) == 0 {
-			delete(x.endpoints, of)
-		}
 		return
 	}
 	for _, addr := range x.addrs[p] {

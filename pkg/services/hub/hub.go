@@ -8,10 +8,13 @@
 //	request, refusal := h.Target("edge1", "endpoint/shop/web/web-x7/10.88.2.5 TCP 8080")
 //	found, err := h.Endpoints("web.shop.svc.cluster.local", 80) // for callers in the cluster
 //
-// All nodes get the same items, so the hub encodes each change once for all nodes. Each change has a number. For each
-// Watch, the hub keeps the number of the last change that the edge has got. An edge that was away sends the digests of
-// its items, and gets the buckets that differ. So the hub keeps no history for an absent edge, and any replica can
-// answer.
+// Nearly all items are for all nodes, so the hub encodes each change of such an item once for all nodes. Each of these
+// changes has a number. For each Watch, the hub keeps the number of the last change that the edge has got. An edge that
+// was away sends the digests of its items, and gets the buckets that differ. So the hub keeps no history for an absent
+// edge, and any replica can answer.
+//
+// Of some Services, a node needs only a few endpoints, such as those in its own zone (services.View). The hub keeps the
+// endpoints of these Services apart, and compares for each Watch what the edge has with what it needs.
 //
 // The hub dials nothing.
 package hub
@@ -65,9 +68,13 @@ type Hub struct {
 	// nodes without a Node.
 	joined map[tunnel.NodeName]bool
 	index  *index // for Endpoints; nil: not kept
-	synced bool   // all objects are known
-	named  bool   // NodesKnown was called, or is not awaited
-	ready  bool   // synced and named: edges are served
+	// endpoints are the endpoints of each Service.
+	endpoints map[services.Path]map[services.Path]struct{}
+	apart     map[services.Path]*apart   // the Services of which some nodes need only some endpoints
+	unsettled map[services.Path]struct{} // the Services that have changed since settleLocked looked at them
+	synced    bool                       // all objects are known
+	named     bool                       // NodesKnown was called, or is not awaited
+	ready     bool                       // synced and named: edges are served
 
 	// changes are the newest change of each path, and superseded changes that are not removed yet, sorted by seq.
 	changes    []*change
@@ -85,11 +92,14 @@ type Hub struct {
 
 // change is what a path got at one time. Only superseded changes later.
 type change struct {
-	seq        uint64
+	seq        uint64 // 0: it is the endpoint of a Service in Hub.apart, and in no list of changes
 	path       services.Path
 	value      []byte // nil: deleted
 	superseded bool   // guarded by Hub.mu: there is a newer change of the path
 }
+
+// isApart reports whether the change is the endpoint of a Service in Hub.apart.
+func (c *change) isApart() bool { return c.seq == 0 }
 
 // New returns a Hub without items.
 func New(cfg Config) *Hub {
@@ -97,6 +107,8 @@ func New(cfg Config) *Hub {
 		cfg: cfg, log: cfg.Log.With("module", Category), joined: make(map[tunnel.NodeName]bool),
 		named: !cfg.AwaitNodes, served: make(chan struct{}), stopped: make(chan struct{}),
 		deleted: make(map[services.Path]*change), watchers: make(map[tunnel.NodeName]*watcher),
+		endpoints: make(map[services.Path]map[services.Path]struct{}), apart: make(map[services.Path]*apart),
+		unsettled: make(map[services.Path]struct{}),
 	}
 	if cfg.Domain != "" {
 		h.index = newIndex()
@@ -161,24 +173,38 @@ func withTrue(value []byte, field protowire.Number) []byte {
 // setLocked does what Set says, with a value that has all its fields. The caller holds mu.
 func (h *Hub) setLocked(p services.Path, value []byte) {
 	old := h.itemLocked(p)
-	if old != nil {
-		if bytes.Equal(old.value, value) {
-			return
-		}
-		h.digests.Flip(p, old.value)
-		h.supersedeLocked(old)
-	} else {
-		h.items++
-		if gone := h.deleted[p]; gone != nil {
-			delete(h.deleted, p)
-			h.supersedeLocked(gone)
-		}
+	if old != nil && bytes.Equal(old.value, value) {
+		return
 	}
 	if value == nil {
 		value = []byte{} // a message without fields is empty, but must not look like a deletion
 	}
-	h.digests.Flip(p, value)
+	of := services.ServiceOf(p)
+	if old == nil {
+		h.items++
+		h.listLocked(of, p)
+	}
 	h.index.set(p, value)
+	h.touchLocked(of, p)
+	switch {
+	case h.apart[of] != nil:
+		h.setApartLocked(p, value)
+	case old != nil:
+		h.digests.Flip(p, old.value)
+		h.supersedeLocked(old)
+		h.shareLocked(p, value)
+	default:
+		h.shareLocked(p, value)
+	}
+}
+
+// shareLocked makes an item one that is for all nodes. The caller holds mu.
+func (h *Hub) shareLocked(p services.Path, value []byte) {
+	if gone := h.deleted[p]; gone != nil {
+		delete(h.deleted, p)
+		h.supersedeLocked(gone)
+	}
+	h.digests.Flip(p, value)
 	h.buckets[services.Bucket(p)][p] = h.appendLocked(p, value)
 }
 
@@ -198,10 +224,20 @@ func (h *Hub) Delete(p services.Path) {
 	}
 	delete(h.buckets[services.Bucket(p)], p)
 	h.index.forget(p)
+	of := services.ServiceOf(p)
+	h.unlistLocked(of, p)
+	h.touchLocked(of, p)
 	h.items--
-	h.digests.Flip(p, old.value)
+	if !old.isApart() {
+		h.withdrawLocked(old)
+	}
+}
+
+// withdrawLocked appends the deletion of an item that was for all nodes. The caller holds mu.
+func (h *Hub) withdrawLocked(old *change) {
+	h.digests.Flip(old.path, old.value)
 	h.supersedeLocked(old)
-	h.deleted[p] = h.appendLocked(p, nil)
+	h.deleted[old.path] = h.appendLocked(old.path, nil)
 	// With so many deletions, whole buckets are no larger than all changes.
 	if len(h.deleted) > h.items+maxDeleted {
 		h.forgetLocked()

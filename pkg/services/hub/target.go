@@ -18,7 +18,7 @@ const Category = "services"
 // Target decides whether a node may reach a target (services.Target), and returns the request to dial it. If the
 // request names no node, the cloud itself dials. An edge may reach endpoints of Services that the hub sends to edges,
 // on ports of these endpoints, and nothing else. A Service without ClusterIP, or of another proxy, is sent only for its
-// name: Target refuses its endpoints.
+// name: Target refuses its endpoints. It also refuses the endpoints of a Service of which a node may use only its own.
 func (h *Hub) Target(from tunnel.NodeName, text string) (tunnel.Request, *tunnel.Refusal) {
 	request, refusal := h.target(from, text)
 	if refusal != nil && refusal.Code == tunnel.Denied {
@@ -42,7 +42,8 @@ func (h *Hub) target(from tunnel.NodeName, text string) (tunnel.Request, *tunnel
 	}
 	if value == nil {
 		return tunnel.Request{}, tunnel.Refusef(tunnel.Denied,
-			"%s is not an endpoint of a Service that this cloud sends to edges; it may just have been deleted", target.Endpoint)
+			"%s is not an endpoint of a Service that this cloud sends to edges, or only callers on its node may use it; "+
+				"it may just have been deleted", target.Endpoint)
 	}
 	var e services.Endpoint
 	if err = proto.Unmarshal(value, &e); err != nil {
@@ -92,7 +93,8 @@ func (h *Hub) endpoint(p services.Path) (value []byte, synced bool) {
 		return nil, h.synced
 	}
 	var s services.Service
-	if proto.Unmarshal(service.value, &s) != nil || s.GetHeadless() || s.GetExternalName() != "" || s.GetOtherProxy() {
+	if proto.Unmarshal(service.value, &s) != nil || s.GetHeadless() || s.GetExternalName() != "" || s.GetOtherProxy() ||
+		services.NodeLocal(&s) {
 		return nil, h.synced
 	}
 	return item.value, h.synced

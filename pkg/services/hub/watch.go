@@ -14,8 +14,9 @@ import (
 
 // watcher is what the hub keeps for one edge whose Watch runs.
 type watcher struct {
-	// position is guarded by Hub.mu. Only next changes it.
+	// position and own are guarded by Hub.mu. Only next changes the position.
 	position
+	own
 	started  bool          // the edge has got a batch; owned by the goroutine of Watch
 	replaced chan struct{} // closed by a newer Watch of the node, never sent to
 }
@@ -33,6 +34,8 @@ type set [services.Buckets / 64]uint64
 
 func (s *set) add(b int)    { s[b/64] |= 1 << (b % 64) }
 func (s *set) remove(b int) { s[b/64] &^= 1 << (b % 64) }
+
+func (s *set) has(b int) bool { return s[b/64]>>(b%64)&1 != 0 }
 
 // first returns the lowest bucket of s; -1: s is empty.
 func (s *set) first() int {
@@ -94,9 +97,19 @@ func (h *Hub) begin(ctx context.Context, node tunnel.NodeName, has services.Dige
 	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
+	w.own = h.ownLocked(node)
+	digests := h.digests
+	for e := range w.endpoints() {
+		digests.Flip(e.path, e.value)
+	}
 	for b := range has {
-		if has[b] != h.digests[b] {
+		if has[b] != digests[b] {
 			w.buckets.add(b)
+		}
+	}
+	for e := range w.endpoints() {
+		if w.buckets.has(services.Bucket(e.path)) {
+			w.first = append(w.first, e)
 		}
 	}
 	w.cursor, w.goal = h.seq, h.seq
@@ -127,14 +140,18 @@ func (h *Hub) next(ctx context.Context, w *watcher) (*pb.Batch, error) {
 	for {
 		h.mu.Lock()
 		changed := h.changed.Next()
-		batch, err := h.advanceLocked(w)
+		batch, more, err := h.advanceLocked(w)
 		h.mu.Unlock()
 		switch {
 		case err != nil:
 			return nil, err
 		case batch != nil:
 			w.started = true
-			return batch.finish(h), nil
+			encoded := batch.finish(h)
+			if more && !encoded.GetMore() {
+				encoded = &pb.Batch{Changes: encoded.GetChanges(), Deflated: encoded.GetDeflated(), More: true}
+			}
+			return encoded, nil
 		}
 		select {
 		case <-changed:
@@ -148,28 +165,36 @@ func (h *Hub) next(ctx context.Context, w *watcher) (*pb.Batch, error) {
 	}
 }
 
-// advanceLocked returns the next batch for the edge, and moves the edge's position behind the batch. It returns nil if
-// there is nothing to send now. The caller holds mu.
-func (h *Hub) advanceLocked(w *watcher) (*batch, error) {
+// advanceLocked returns the next batch for the edge, and moves the edge's position behind the batch. more says that the
+// series goes on after the batch. advanceLocked returns nil if there is nothing to send now. The caller holds mu.
+func (h *Hub) advanceLocked(w *watcher) (b *batch, more bool, err error) {
 	select {
 	case <-w.replaced:
-		return nil, errReplaced
+		return nil, false, errReplaced
 	case <-h.stopped:
-		return nil, errStopped
+		return nil, false, errStopped
 	default:
 	}
+	h.settleLocked()
 	if w.cursor < h.floor {
-		return nil, errBehind
+		return nil, false, errBehind
 	}
-	inSeries := w.buckets != set{} || w.cursor < w.goal
-	switch {
-	case inSeries:
-	case w.cursor < h.seq:
+	shared := func() bool { return w.buckets != set{} || w.cursor < w.goal }
+	if !shared() && len(w.first)+len(w.last) == 0 { // a series begins
 		w.goal = h.seq
-	case w.started:
-		return nil, nil
+		w.last = h.differenceLocked(&w.own)
+		if !shared() && len(w.last) == 0 && w.started {
+			return nil, false, nil
+		}
 	}
-	b := h.batchLocked(w.position)
-	w.position = b.behind
-	return b, nil
+	switch {
+	case len(w.first) > 0:
+		b, w.first = ownBatch(w.first)
+	case !shared() && len(w.last) > 0:
+		b, w.last = ownBatch(w.last)
+	default:
+		b = h.batchLocked(w.position)
+		w.position = b.behind
+	}
+	return b, shared() || len(w.first)+len(w.last) > 0, nil
 }
