@@ -544,8 +544,9 @@ socket = "/run/` + strings.Repeat("x", 103) + `"
 		{"a domain without dns", client + "[mode.edge.services]\nclusterdomain = \"k8s.example\"\n", []string{
 			`7: mode.edge.services.clusterdomain: not used: write dns = true, or remove the key`}},
 		{"near without proof", client + "[mode.edge.services]\nnear = \"0.0.0.0:9443\"\n", []string{
-			`6: mode.edge.services.nearca: missing: write the file with the CA of the nodes' certificates: ` +
-				`ca of [mode.cloud.join], such as nearca = "nodes-ca.crt"`,
+			`6: mode.edge.services.nearca: missing: write updates = true into [mode.edge.stream.client], so that the ` +
+				`cloud tells the CA of the nodes' certificates, or name a copy of ca of [mode.cloud.join], such as ` +
+				`nearca = "nodes-ca.crt"`,
 			`7: mode.edge.services.near: edges prove to each other which nodes they are by nodecert of ` +
 				`[mode.edge.stream.client]: tunnel join gets a certificate, or remove near and nearca`}},
 		{"near nowhere", client + "[mode.edge.services]\nnear = \"eth0:9443\"\nnearca = \"nowhere.crt\"\n", []string{

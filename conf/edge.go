@@ -40,7 +40,8 @@ type Edge struct {
 	// edge renews the certificate. With NodeKey another program renews both files.
 	NodeCert string
 	NodeKey  string // file; "": the key is in NodeCert
-	// Updates is true if the edge accepts the CAs and addresses that its cloud tells with each new certificate.
+	// Updates is true if the edge accepts the CAs and addresses that its cloud tells with each new certificate. NearCA may
+	// then be empty.
 	Updates bool
 
 	AllReplicas  bool   // open a session with every replica, not only with one
@@ -229,6 +230,11 @@ func (e *Edge) checkNear(r *report) {
 	const t = edgeTablePrefix + "services."
 	if !e.Services.Near.IsValid() {
 		return
+	}
+	if !e.Updates {
+		r.required(t+"nearca", e.Services.NearCA, "write updates = true into [mode.edge.stream.client], so that the cloud "+
+			"tells the CA of the nodes' certificates, or name a copy of ca of [mode.cloud.join], such as "+
+			"nearca = \"nodes-ca.crt\"")
 	}
 	r.file(t+"nearca", e.Services.NearCA)
 	if e.NodeCert == "" {

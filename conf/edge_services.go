@@ -16,7 +16,7 @@ type EdgeServices struct {
 	Domain string         // the cluster's domain, in lower case
 
 	Near   netip.AddrPort // where other edges of this site connect to this edge; zero: nowhere
-	NearCA string         // file with the CAs of nodes' certificates, to verify other edges
+	NearCA string         // file with the CAs of nodes' certificates, to verify other edges; "": the cloud tells them
 }
 
 const (
@@ -52,8 +52,6 @@ func newEdgeServices(t *edgeServicesKeys, r *report) EdgeServices {
 		if s.Near, err = netip.ParseAddrPort(t.Near); err != nil || s.Near.Port() == 0 {
 			r.add(table+"near", "%q is no address with a port: write one such as \"0.0.0.0:9443\"", t.Near)
 		}
-		r.required(table+"nearca", t.NearCA, "write the file with the CA of the nodes' certificates: "+
-			"ca of [mode.cloud.join], such as nearca = \"nodes-ca.crt\"")
 	} else if t.NearCA != "" {
 		r.add(table+"nearca", "not used: write near, or remove the key")
 	}

@@ -50,20 +50,31 @@ func (w *cloudWiring) tell() auth.TellEdges {
 	if servers := w.doors.servers.Load(); servers != nil {
 		t.Servers = *servers
 	}
-	file := w.conf.Join.CloudCA
+	t.CloudCAs = w.readToTell(w.conf.Join.CloudCA, func(text []byte) error {
+		_, err := auth.ParseCloudCAs(text)
+		return err
+	})
+	t.NodeCAs = w.readToTell(w.conf.Join.CA, func(text []byte) error {
+		_, err := auth.ParseNodeCAs(text)
+		return err
+	})
+	return t
+}
+
+// readToTell reads a file of CAs for edges. Without a file, or if an edge would not accept it, readToTell returns nil.
+func (w *cloudWiring) readToTell(file string, check func([]byte) error) []byte {
 	if file == "" {
-		return t
+		return nil
 	}
 	text, err := os.ReadFile(file)
 	if err == nil {
-		_, err = auth.ParseCloudCAs(text)
+		err = check(text)
 	}
 	if err != nil {
-		w.log.Error("edges are not told by which CAs they verify the cloud", "target", file, "err", err)
-		return t
+		w.log.Error("edges are not told the CAs of a file", "target", file, "err", err)
+		return nil
 	}
-	t.CloudCAs = text
-	return t
+	return text
 }
 
 // trusts records in the inventory by which CAs a node verifies the cloud. cas are values of auth.CAID.
@@ -144,15 +155,18 @@ func (w *edgeWiring) trusts() []string {
 // take stores the CAs and the addresses that the cloud told with a certificate. After a change of the CAs, the edge
 // renews its certificate once more, because with that request it tells the cloud which CAs it trusts.
 func (w *edgeWiring) take(told auth.TellEdges, chain []*x509.Certificate) {
-	cas, servers, err := w.told.Take(told, chain, w.dialer.WorksAsConfigured())
+	is, err := w.told.Take(told, chain, w.dialer.WorksAsConfigured())
 	if err != nil {
 		w.log.Error("the edge cannot store what the cloud has told", "err", err)
 	}
-	if cas {
+	if is.CAs {
 		w.log.Info("the CAs of the cloud have changed", "cas", strings.Join(w.told.IDs(), " "))
 		w.renewal.Soon(0)
 	}
-	if servers {
+	if is.NodeCAs {
+		w.log.Info("the CAs of nodes have changed")
+	}
+	if is.Servers {
 		now, takenBack := w.told.Servers()
 		text := "the cloud has other addresses"
 		if takenBack {

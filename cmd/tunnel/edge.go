@@ -159,6 +159,7 @@ func wireEdge(e *conf.Edge, log *slog.Logger, at place) (*edgeWiring, error) {
 			Node: e.Node, File: e.NodeCert, Renew: w.client.Renew, Log: w.log,
 		})
 		w.addWriter(w.renewal)
+		w.learnNodeCAs()
 	}
 	for _, m := range w.dialers {
 		w.add(m, nil)

@@ -55,15 +55,41 @@ func (w *edgeWiring) newNear(edge *relay.Edge) error {
 	if w.proof.pair == nil {
 		return errors.New("mode.edge.services near: needs nodecert in [mode.edge.stream.client]")
 	}
-	pool, err := w.files.Pool("mode.edge.services nearca", s.NearCA)
-	if err != nil {
-		return err
+	verify := w.verifyTold
+	if s.NearCA != "" {
+		pool, err := w.files.Pool("mode.edge.services nearca", s.NearCA)
+		if err != nil {
+			return err
+		}
+		verify = func(chain []*x509.Certificate) (tunnel.NodeName, error) { return auth.VerifyNode(chain, pool.Pool()) }
 	}
 	w.near = relay.NewNear(edge, relay.NearConfig{
-		Listen: s.Near, Certificate: w.proof.pair.Certificate, Sockets: w.sockets,
-		Verify: func(chain []*x509.Certificate) (tunnel.NodeName, error) { return auth.VerifyNode(chain, pool.Pool()) },
+		Listen: s.Near, Certificate: w.proof.pair.Certificate, Sockets: w.sockets, Verify: verify,
 	})
 	return nil
+}
+
+// verifyTold returns the node of a certificate chain that a CA has signed which the cloud has told.
+func (w *edgeWiring) verifyTold(chain []*x509.Certificate) (tunnel.NodeName, error) {
+	pool, known := w.told.NodeCAs()
+	if !known {
+		return "", errNodeCAsUnknown
+	}
+	return auth.VerifyNode(chain, pool)
+}
+
+var errNodeCAsUnknown = errors.New("the cloud tells the CAs of nodes with each new certificate, and has told none " +
+	"yet: run tunnel cert renew; if the cloud is of an older version, set nearca in [mode.edge.services]")
+
+// learnNodeCAs makes the edge renew its certificate soon, if it needs the CAs of nodes and the cloud has not told them.
+func (w *edgeWiring) learnNodeCAs() {
+	if w.near == nil || w.conf.Services.NearCA != "" {
+		return
+	}
+	if _, known := w.told.NodeCAs(); !known {
+		w.log.Info("the edge renews its certificate, because the cloud then tells the CAs of nodes")
+		w.renewal.Soon(0)
+	}
 }
 
 // resolvConf is the file that names the DNS servers of this machine.

@@ -46,21 +46,17 @@ func TestEdgeWithServices(t *testing.T) {
 	}
 }
 
-// Edges of one site prove their nodes by the certificates that tunnel join has got, and verify them by the file of the
-// cloud.
-func TestEdgesOfOneSite(t *testing.T) {
-	if !testkit.InOwnNetwork(t) { // as above
-		return
-	}
-	o := newOperated(t, nil)
+// startNear starts the edge again, with the shortcut between edges and a further line for its table. It returns where
+// the edge listens for others, and its certificate.
+func startNear(t *testing.T, o *operated, line string) (near string, pair tls.Certificate) {
+	t.Helper()
 	o.edgeRuns.cmd.Process.Signal(os.Interrupt)
 	o.edgeRuns.wait()
-	near := testkit.FreeAddress(t)
+	near = testkit.FreeAddress(t)
 	f, err := os.OpenFile(o.edge, os.O_APPEND|os.O_WRONLY, 0)
 	if err == nil {
-		_, err = fmt.Fprintf(f, "\n[mode.edge.services]\nstate = %q\nnear = %q\nnearca = %q\n",
-			filepath.Join(filepath.Dir(o.edge), "state", "services.db"), near,
-			filepath.Join(filepath.Dir(o.cloud), "nodes-ca.crt"))
+		_, err = fmt.Fprintf(f, "\n[mode.edge.services]\nstate = %q\nnear = %q\n%s\n",
+			filepath.Join(filepath.Dir(o.edge), "state", "services.db"), near, line)
 	}
 	if err == nil {
 		err = f.Close()
@@ -70,10 +66,9 @@ func TestEdgesOfOneSite(t *testing.T) {
 	}
 	o.startEdge()
 	e, err := conf.LoadEdge(o.edge, conf.Env{})
-	if err != nil {
-		t.Fatal(err)
+	if err == nil {
+		pair, err = tls.LoadX509KeyPair(e.NodeCert, e.NodeCert)
 	}
-	pair, err := tls.LoadX509KeyPair(e.NodeCert, e.NodeCert)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -84,6 +79,50 @@ func TestEdgesOfOneSite(t *testing.T) {
 		}
 		return err == nil
 	})
+	return near, pair
+}
+
+// The cloud tells edges by which CAs they verify each other: when they join, and when they need the CAs and have none.
+func TestEdgesOfOneSiteAreTold(t *testing.T) {
+	if !testkit.InOwnNetwork(t) { // as above
+		return
+	}
+	o := newOperated(t, nil)
+	told := filepath.Join(filepath.Dir(o.edge), "cloud.json")
+	if text, err := os.ReadFile(told); err != nil || !strings.Contains(string(text), "node_cas") {
+		t.Fatalf("after the join, the edge has\n%s\n%v", text, err)
+	}
+	if err := os.Remove(told); err != nil { // as if an older cloud had answered
+		t.Fatal(err)
+	}
+	near, pair := startNear(t, o, "")
+	var got []byte
+	testkit.Eventually(t, "the edge verifies others", func() bool {
+		c, err := tls.Dial("tcp", near, &tls.Config{
+			Certificates: []tls.Certificate{pair}, NextProtos: []string{"tunnel-near/1"},
+			InsecureSkipVerify: true, //nolint:gosec // the certificate of a node names no host
+		})
+		if err != nil {
+			return false
+		}
+		defer c.Close()
+		fmt.Fprintln(c, "endpoint/shop/web/web-a/10.88.2.5 TCP 8080")
+		got, err = io.ReadAll(c)
+		return err == nil
+	})
+	if !strings.HasPrefix(string(got), "denied node edge1 is not known") {
+		t.Errorf("the edge answers %q", got)
+	}
+}
+
+// Edges of one site prove their nodes by the certificates that tunnel join has got, and verify them by the file of the
+// cloud.
+func TestEdgesOfOneSite(t *testing.T) {
+	if !testkit.InOwnNetwork(t) { // as above
+		return
+	}
+	o := newOperated(t, nil)
+	near, pair := startNear(t, o, fmt.Sprintf("nearca = %q", filepath.Join(filepath.Dir(o.cloud), "nodes-ca.crt")))
 	for _, with := range []struct {
 		certs []tls.Certificate
 		want  string

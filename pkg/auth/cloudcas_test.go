@@ -1,6 +1,7 @@
 package auth
 
 import (
+	"bytes"
 	"crypto/x509"
 	"encoding/json"
 	"os"
@@ -200,13 +201,14 @@ func TestTold(t *testing.T) {
 		t.Fatalf("at first: %v, %v", ids, serversOf(told))
 	}
 	ab := succeed(t, only(a), a, b)
-	cas, servers, err := told.Take(TellEdges{ab.PEM(), []string{"new:9000"}}, cloudOf(t, a), true)
-	if !cas || !servers || err != nil {
-		t.Fatalf("taken: %t, %t, %v", cas, servers, err)
+	both := TellEdges{CloudCAs: ab.PEM(), Servers: []string{"new:9000"}}
+	is, err := told.Take(both, cloudOf(t, a), true)
+	if is != (Taken{CAs: true, Servers: true}) || err != nil {
+		t.Fatalf("taken: %+v, %v", is, err)
 	}
-	cas, servers, err = told.Take(TellEdges{ab.PEM(), []string{"new:9000"}}, cloudOf(t, a), true)
-	if cas || servers || err != nil {
-		t.Errorf("the same again: %t, %t, %v", cas, servers, err)
+	is, err = told.Take(both, cloudOf(t, a), true)
+	if is != (Taken{}) || err != nil {
+		t.Errorf("the same again: %+v, %v", is, err)
 	}
 	if info, err := os.Stat(filepath.Join(dir, "cloud.json")); err != nil || info.Mode().Perm() != 0o600 {
 		t.Errorf("the file: %v, %v", info, err)
@@ -218,15 +220,16 @@ func TestTold(t *testing.T) {
 	if _, err := cloudOf(t, b)[0].Verify(x509.VerifyOptions{Roots: told.Roots(1)}); err != nil {
 		t.Errorf("a cloud of the new CA: %v", err)
 	}
-	_, servers, err = told.Take(TellEdges{CloudCAs: ab.PEM()}, cloudOf(t, a), true)
-	if !servers || err != nil || serversOf(told) != nil {
-		t.Errorf("the cloud takes back its addresses: %t, %v, %v", servers, err, serversOf(told))
+	is, err = told.Take(TellEdges{CloudCAs: ab.PEM()}, cloudOf(t, a), true)
+	if !is.Servers || err != nil || serversOf(told) != nil {
+		t.Errorf("the cloud takes back its addresses: %+v, %v, %v", is, err, serversOf(told))
 	}
-	if _, _, err = told.Take(TellEdges{ab.PEM(), []string{"stolen:9000"}}, cloudOf(t, a), true); err != nil {
+	stolen := TellEdges{CloudCAs: ab.PEM(), Servers: []string{"stolen:9000"}}
+	if _, err = told.Take(stolen, cloudOf(t, a), true); err != nil {
 		t.Error(err)
 	}
-	if _, servers, err = told.Take(TellEdges{}, cloudOf(t, a), true); servers || err != nil {
-		t.Errorf("an older cloud tells nothing: %t, %v", servers, err)
+	if is, err = told.Take(TellEdges{}, cloudOf(t, a), true); is != (Taken{}) || err != nil {
+		t.Errorf("an older cloud tells nothing: %+v, %v", is, err)
 	}
 	if err := os.WriteFile(filepath.Join(dir, "ca.crt"), other.CertPEM(), 0o600); err != nil {
 		t.Fatal(err)
@@ -240,9 +243,9 @@ func TestTold(t *testing.T) {
 	if serversOf(told) != nil {
 		t.Errorf("with another CA, the addresses are %v", serversOf(told))
 	}
-	tell := TellEdges{only(other).PEM(), []string{"third:9000"}}
-	if cas, _, err := told.Take(tell, cloudOf(t, other), true); cas || err != nil {
-		t.Errorf("the other cloud: %t, %v", cas, err)
+	tell := TellEdges{CloudCAs: only(other).PEM(), Servers: []string{"third:9000"}}
+	if is, err := told.Take(tell, cloudOf(t, other), true); is.CAs || err != nil {
+		t.Errorf("the other cloud: %+v, %v", is, err)
 	}
 	told, _ = toldOf(t, dir, other)
 	if !slices.Equal(told.IDs(), only(other).IDs()) || !slices.Equal(serversOf(told), []string{"third:9000"}) {
@@ -257,23 +260,70 @@ func TestToldTakenBack(t *testing.T) {
 	told, _ := toldOf(t, dir, a)
 	take := func(name string, tell TellEdges, asConfigured, changes bool, want []string, wantBack bool) {
 		t.Helper()
-		_, changed, err := told.Take(tell, cloudOf(t, a), asConfigured)
+		is, err := told.Take(tell, cloudOf(t, a), asConfigured)
 		servers, back := told.Servers()
-		if err != nil || changed != changes || !slices.Equal(servers, want) || back != wantBack {
-			t.Errorf("%s: %v, changed %t, %v, taken back %t", name, err, changed, servers, back)
+		if err != nil || is.Servers != changes || !slices.Equal(servers, want) || back != wantBack {
+			t.Errorf("%s: %v, changed %+v, %v, taken back %t", name, err, is, servers, back)
 		}
 	}
 	moved, old := []string{"new:9000"}, a.CertPEM()
-	take("told", TellEdges{old, moved}, false, true, moved, false)
+	take("told", TellEdges{CloudCAs: old, Servers: moved}, false, true, moved, false)
 	take("with a CA that the edge refuses", TellEdges{CloudCAs: []byte("garbage")}, true, false, moved, false)
 	take("taken back, the only way", TellEdges{CloudCAs: old}, false, true, moved, true)
 	take("once more", TellEdges{CloudCAs: old}, false, false, moved, true)
 	told, _ = toldOf(t, dir, a)
 	take("after a restart", TellEdges{CloudCAs: old}, false, false, moved, true)
-	take("told again", TellEdges{old, moved}, false, true, moved, false)
+	take("told again", TellEdges{CloudCAs: old, Servers: moved}, false, true, moved, false)
 	take("taken back again", TellEdges{CloudCAs: old}, false, true, moved, true)
 	take("the configuration leads to the cloud", TellEdges{CloudCAs: old}, true, true, nil, false)
 	take("forgotten", TellEdges{CloudCAs: old}, false, false, nil, false)
+}
+
+// An edge keeps the CAs of nodes that the cloud has told, until it tells others, or the operator names another cloud.
+func TestToldNodeCAs(t *testing.T) {
+	dir := t.TempDir()
+	a, nodes, next := newCA(t), newCA(t), newCA(t)
+	told, _ := toldOf(t, dir, a)
+	verifies := func(ca *CA) bool {
+		pool, _ := told.NodeCAs()
+		text, _, err := ca.Issue(Leaf{CommonName: "tunnel:node:edge1", Organization: []string{"tunnel:nodes"}, Client: true})
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, err = VerifyNode(must(ParseCertificates(text)), pool)
+		return err == nil
+	}
+	if _, known := told.NodeCAs(); known || verifies(nodes) {
+		t.Error("an edge that was told nothing knows CAs of nodes")
+	}
+	if is, err := told.Take(TellEdges{NodeCAs: nodes.CertPEM()}, nil, true); is != (Taken{NodeCAs: true}) || err != nil {
+		t.Errorf("the first: %+v, %v", is, err)
+	}
+	if is, err := told.Take(TellEdges{NodeCAs: nodes.CertPEM()}, cloudOf(t, a), true); is != (Taken{}) || err != nil {
+		t.Errorf("the same again: %+v, %v", is, err)
+	}
+	told, _ = toldOf(t, dir, a)
+	if _, known := told.NodeCAs(); !known || !verifies(nodes) || verifies(next) {
+		t.Error("after a restart, the edge verifies other nodes")
+	}
+	both := append(nodes.CertPEM(), next.CertPEM()...)
+	if is, err := told.Take(TellEdges{NodeCAs: both}, nil, true); is != (Taken{NodeCAs: true}) || err != nil {
+		t.Errorf("another CA: %+v, %v", is, err)
+	}
+	if is, err := told.Take(TellEdges{CloudCAs: a.CertPEM()}, cloudOf(t, a), true); is != (Taken{}) || err != nil {
+		t.Errorf("a cloud that does not say: %+v, %v", is, err)
+	}
+	if !verifies(nodes) || !verifies(next) {
+		t.Error("the edge does not verify nodes of both CAs")
+	}
+	if err := os.WriteFile(filepath.Join(dir, "ca.crt"), next.CertPEM(), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	told.Roots(1)
+	told.Roots(2)
+	if _, known := told.NodeCAs(); known || verifies(nodes) {
+		t.Error("with another cloud in the configuration, the old CAs of nodes count")
+	}
 }
 
 // What is bad changes nothing, and the log says so.
@@ -292,18 +342,21 @@ func TestToldGarbage(t *testing.T) {
 		"many":            {Servers: slices.Repeat([]string{"cloud:9000"}, maxServers+1)},
 		"a long address":  {Servers: []string{strings.Repeat("a.", 200) + "a:9000"}},
 		"one bad of them": {Servers: []string{"cloud:9000", ":9000"}},
+		"no CA of nodes":  {NodeCAs: []byte("garbage")},
+		"many of nodes":   {NodeCAs: bytes.Repeat(a.CertPEM(), maxCloudCAs+1)},
+		"long of nodes":   {NodeCAs: append(a.CertPEM(), make([]byte, maxCloudCAsText)...)},
 	} {
-		cas, servers, err := told.Take(tell, cloudOf(t, a), true)
-		if cas || servers || err != nil || !slices.Equal(told.IDs(), only(a).IDs()) || serversOf(told) != nil {
-			t.Errorf("%s: %t, %t, %v, %v, %v", name, cas, servers, err, told.IDs(), serversOf(told))
+		is, err := told.Take(tell, cloudOf(t, a), true)
+		if is != (Taken{}) || err != nil || !slices.Equal(told.IDs(), only(a).IDs()) || serversOf(told) != nil {
+			t.Errorf("%s: %+v, %v, %v, %v", name, is, err, told.IDs(), serversOf(told))
 		}
 	}
-	if len(log.Lines("does not take")) < 9 {
+	if len(log.Lines("does not take")) < 12 {
 		t.Errorf("the log:\n%s", log)
 	}
 	tell := TellEdges{CloudCAs: succeed(t, only(a), a, newCA(t)).PEM()}
-	if cas, _, err := told.Take(tell, nil, true); cas || err != nil {
-		t.Errorf("a cloud that has shown nothing: %t, %v", cas, err)
+	if is, err := told.Take(tell, nil, true); is.CAs || err != nil {
+		t.Errorf("a cloud that has shown nothing: %+v, %v", is, err)
 	}
 }
 
@@ -318,9 +371,12 @@ func TestToldFile(t *testing.T) {
 	if len(log.Lines("cannot be used")) != 1 {
 		t.Errorf("the log:\n%s", log)
 	}
-	tell := TellEdges{succeed(t, only(a), a, newCA(t)).PEM(), []string{"new:9000"}}
-	if cas, servers, err := told.Take(tell, cloudOf(t, a), true); cas || servers || err == nil || len(told.IDs()) != 1 {
-		t.Errorf("%t, %t, %v, %v", cas, servers, err, told.IDs())
+	tell := TellEdges{
+		CloudCAs: succeed(t, only(a), a, newCA(t)).PEM(), Servers: []string{"new:9000"}, NodeCAs: newCA(t).CertPEM(),
+	}
+	_, known := told.NodeCAs()
+	if is, err := told.Take(tell, cloudOf(t, a), true); is != (Taken{}) || err == nil || len(told.IDs()) != 1 || known {
+		t.Errorf("%+v, %v, %v, CAs of nodes %t", is, err, told.IDs(), known)
 	}
 }
 
@@ -331,13 +387,13 @@ func TestWriteTold(t *testing.T) {
 	log, _ := testkit.NewLog()
 	file := filepath.Join(dir, "cloud.json")
 	ab := succeed(t, only(a), a, b)
-	if err := WriteTold(file, a.CertPEM(), "cloud", TellEdges{ab.PEM(), nil}, cloudOf(t, a), log); err != nil {
+	if err := WriteTold(file, a.CertPEM(), "cloud", TellEdges{CloudCAs: ab.PEM()}, cloudOf(t, a), log); err != nil {
 		t.Fatal(err)
 	}
 	if told, _ := toldOf(t, dir, a); !slices.Equal(told.IDs(), ab.IDs()) {
 		t.Errorf("after the join: %v", told.IDs())
 	}
-	if err := WriteTold(file, a.CertPEM(), "cloud", TellEdges{[]byte("x"), nil}, cloudOf(t, a), log); err != nil {
+	if err := WriteTold(file, a.CertPEM(), "cloud", TellEdges{CloudCAs: []byte("x")}, cloudOf(t, a), log); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := os.Stat(file); err == nil {

@@ -23,6 +23,7 @@ import (
 type TellEdges struct {
 	CloudCAs []byte   // the CAs by which the edge shall verify the cloud, for [ParseCloudCAs]
 	Servers  []string // further addresses of the cloud, host:port; empty beside CloudCAs: earlier ones are withdrawn
+	NodeCAs  []byte   // the CAs that sign the certificates of nodes, for [ParseNodeCAs]; empty: the cloud does not say
 }
 
 const (
@@ -31,7 +32,7 @@ const (
 	maxTold    = 128 << 10 // the longest file of a Told, in bytes
 )
 
-// Told keeps what an edge has accepted from its cloud: CAs, and further addresses of the cloud. It stores both in a
+// Told keeps what an edge has accepted from its cloud: CAs, and further addresses of the cloud. It stores them in a
 // file beside the edge's certificate.
 //
 // The configuration takes precedence. If the operator changes the CAs in the configuration, the file no longer counts.
@@ -46,9 +47,10 @@ type Told struct {
 	mu      sync.Mutex // guards the following
 	base    *CloudCAs  // the CAs of the configuration, as last read
 	pool    *x509.CertPool
-	content toldFile  // the content of the file; it counts only while content.Base is the sum of base
-	cas     *CloudCAs // the CAs in content; nil: content does not count
-	of      any       // the version with which Roots was last called
+	content toldFile       // the content of the file; it counts only while content.Base is the sum of base
+	cas     *CloudCAs      // the CAs in content; nil: content does not count
+	nodes   *x509.CertPool // the CAs that sign the certificates of nodes; empty: none are known
+	of      any            // the version with which Roots was last called
 }
 
 // toldFile is the content of the file.
@@ -57,7 +59,8 @@ type toldFile struct {
 	CAs     string   `json:"cas"`  // PEM
 	Servers []string `json:"servers,omitempty"`
 	// TakenBack is true if the cloud has withdrawn Servers while the edge reached the cloud only by them.
-	TakenBack bool `json:"taken_back,omitempty"`
+	TakenBack bool   `json:"taken_back,omitempty"`
+	NodeCAs   string `json:"node_cas,omitempty"` // PEM
 }
 
 // ToldConfig configures a Told.
@@ -109,7 +112,30 @@ func parseTold(text []byte) (toldFile, error) {
 	if err := checkServers(content.Servers); err != nil {
 		return toldFile{}, err
 	}
+	if content.NodeCAs != "" {
+		if _, err := ParseNodeCAs([]byte(content.NodeCAs)); err != nil {
+			return toldFile{}, err
+		}
+	}
 	return content, nil
+}
+
+// ParseNodeCAs reads the CAs that sign the certificates of nodes, in PEM. It returns an error if text holds no CA, or
+// more than an edge accepts.
+func ParseNodeCAs(text []byte) ([]*x509.Certificate, error) {
+	if len(text) > maxCloudCAsText {
+		return nil, fmt.Errorf("the CAs of nodes are %d bytes long; %d are allowed", len(text), maxCloudCAsText)
+	}
+	cas, err := ParseCertificates(text)
+	switch {
+	case err != nil:
+		return nil, fmt.Errorf("the CAs of nodes: %w", err)
+	case len(cas) == 0:
+		return nil, errors.New("the CAs of nodes: there is no certificate")
+	case len(cas) > maxCloudCAs:
+		return nil, fmt.Errorf("the CAs of nodes: there are more than %d", maxCloudCAs)
+	}
+	return cas, nil
 }
 
 // checkServers returns an error for addresses that an edge does not accept. An edge accepts no URL from a cloud: by a
@@ -143,7 +169,28 @@ func (t *Told) readBase() error {
 		t.cas, _ = ParseCloudCAs([]byte(t.content.CAs)) // never fails: parseTold has parsed it before
 	}
 	t.pool = t.trustedLocked().Pool()
+	t.nodes = t.nodePoolLocked()
 	return nil
+}
+
+// nodePoolLocked returns the CAs that sign the certificates of nodes. The caller holds mu, or nobody else has t yet.
+func (t *Told) nodePoolLocked() *x509.CertPool {
+	pool := x509.NewCertPool() // nil would stand for the CAs of the system
+	if t.cas != nil && t.content.NodeCAs != "" {
+		cas, _ := ParseNodeCAs([]byte(t.content.NodeCAs)) // never fails: it has been parsed before
+		for _, ca := range cas {
+			pool.AddCert(ca)
+		}
+	}
+	return pool
+}
+
+// NodeCAs returns the CAs that sign the certificates of nodes, as the cloud has told. known is false if it has told
+// none; pool is empty then.
+func (t *Told) NodeCAs() (pool *x509.CertPool, known bool) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.nodes, t.cas != nil && t.content.NodeCAs != ""
 }
 
 // sum returns the SHA-256 of the CAs, in hexadecimal.
@@ -211,11 +258,8 @@ func (t *Told) Servers() (servers []string, takenBack bool) {
 // asConfigured is true: the edge reaches the cloud by its configuration. Otherwise they may be the only way to the
 // cloud, so they stay, behind the addresses of the configuration.
 //
-// cas and servers report whether the CAs and the addresses have changed. If Take cannot write the file, it returns an
-// error and changes nothing.
-func (t *Told) Take(
-	told TellEdges, chain []*x509.Certificate, asConfigured bool,
-) (cas, servers bool, err error) {
+// If Take cannot write the file, it returns an error and changes nothing.
+func (t *Told) Take(told TellEdges, chain []*x509.Certificate, asConfigured bool) (is Taken, err error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	var next toldFile
@@ -228,7 +272,7 @@ func (t *Told) Take(
 		if bad != nil {
 			t.log.Warn("the edge does not take the CAs that the cloud tells; they stay as they were", "err", bad)
 		} else {
-			cas, trusted = !adopted.Equal(trusted), adopted
+			is.CAs, trusted = !adopted.Equal(trusted), adopted
 			takesBack = len(told.Servers) == 0 && len(next.Servers) > 0
 		}
 	}
@@ -236,20 +280,35 @@ func (t *Told) Take(
 	case bad != nil:
 		t.log.Warn("the edge does not take the addresses that the cloud tells; they stay as they were", "err", bad)
 	case takesBack && !asConfigured:
-		servers, next.TakenBack = !next.TakenBack, true
+		is.Servers, next.TakenBack = !next.TakenBack, true
 	case takesBack || len(told.Servers) > 0:
-		servers = next.TakenBack || !slices.Equal(told.Servers, next.Servers)
+		is.Servers = next.TakenBack || !slices.Equal(told.Servers, next.Servers)
 		next.Servers, next.TakenBack = slices.Clone(told.Servers), false
 	}
-	if cas || servers {
+	if len(told.NodeCAs) > 0 {
+		if _, bad := ParseNodeCAs(told.NodeCAs); bad != nil {
+			t.log.Warn("the edge does not take the CAs of nodes that the cloud tells; they stay as they were", "err", bad)
+		} else {
+			is.NodeCAs = next.NodeCAs != string(told.NodeCAs)
+			next.NodeCAs = string(told.NodeCAs)
+		}
+	}
+	if is != (Taken{}) {
 		next.Base, next.CAs = t.base.sum(), string(trusted.PEM())
 		if err = writeTold(t.file, next); err != nil {
-			return false, false, err
+			return Taken{}, err
 		}
 		t.content, t.cas = next, trusted
-		t.pool = trusted.Pool()
+		t.pool, t.nodes = trusted.Pool(), t.nodePoolLocked()
 	}
-	return cas, servers, nil
+	return is, nil
+}
+
+// Taken says what has changed.
+type Taken struct {
+	CAs     bool // the CAs by which the edge verifies the cloud
+	Servers bool // the addresses of the cloud
+	NodeCAs bool // the CAs that sign the certificates of nodes
 }
 
 // adoptLocked returns the CAs by which the edge verifies the cloud from now on. The caller holds mu.
@@ -274,8 +333,8 @@ func WriteTold(path string, ca []byte, host string, told TellEdges, chain []*x50
 	if err := t.readBase(); err != nil {
 		return err
 	}
-	cas, servers, err := t.Take(told, chain, false)
-	if err != nil || cas || servers {
+	is, err := t.Take(told, chain, false)
+	if err != nil || is != (Taken{}) {
 		return err
 	}
 	if err = os.Remove(path); errors.Is(err, fs.ErrNotExist) {

@@ -108,9 +108,9 @@ func (c *Client) Renew(ctx context.Context, request []byte) (chain []byte, err e
 	return nil, errors.Join(errs...)
 }
 
-// toldBy returns the CAs and addresses of the cloud in its answer to a request for a certificate.
+// toldBy returns what the cloud tells the edge in its answer to a request for a certificate.
 func toldBy(answer *pb.SignResponse) auth.TellEdges {
-	return auth.TellEdges{CloudCAs: answer.GetCloudCas(), Servers: answer.GetServers()}
+	return auth.TellEdges{CloudCAs: answer.GetCloudCas(), Servers: answer.GetServers(), NodeCAs: answer.GetNodeCas()}
 }
 
 // shownBy returns the certificates that the cloud has shown in the TLS handshake.

@@ -179,7 +179,7 @@ func (s *Server) signed(
 	answer := &pb.SignResponse{Chain: chain, Node: string(node), TimeMs: time.Now().UnixMilli()}
 	if s.cfg.Tell != nil {
 		tell := s.cfg.Tell()
-		answer.CloudCas, answer.Servers = tell.CloudCAs, tell.Servers
+		answer.CloudCas, answer.Servers, answer.NodeCas = tell.CloudCAs, tell.Servers, tell.NodeCAs
 	}
 	return answer, nil
 }

@@ -428,7 +428,7 @@ func TestSignAndSilence(t *testing.T) {
 // The cloud learns by which CAs the edge verifies it.
 func TestToldWithACertificate(t *testing.T) {
 	a := newRegistry(t, nodeCA(t), "edge1:token-edge1 join")
-	tell := auth.TellEdges{CloudCAs: []byte("CAs"), Servers: []string{"cloud:9000"}}
+	tell := auth.TellEdges{CloudCAs: []byte("CAs"), Servers: []string{"cloud:9000"}, NodeCAs: []byte("others")}
 	trusts := make(chan []string, 1)
 	r := newRig(t, a.serve, func(c *ServerConfig) {
 		c.Tell = func() auth.TellEdges { return tell }

@@ -159,6 +159,7 @@ type SignResponse struct {
 	TimeMs        int64                  `protobuf:"varint,3,opt,name=time_ms,json=timeMs,proto3" json:"time_ms,omitempty"`      // the cloud's clock, since 1970
 	CloudCas      []byte                 `protobuf:"bytes,4,opt,name=cloud_cas,json=cloudCas,proto3" json:"cloud_cas,omitempty"` // the CAs by which the edge shall verify the cloud, in PEM; empty: the cloud does not say
 	Servers       []string               `protobuf:"bytes,5,rep,name=servers,proto3" json:"servers,omitempty"`                   // where the cloud can be reached, host:port; none, beside cloud_cas: forget earlier ones
+	NodeCas       []byte                 `protobuf:"bytes,6,opt,name=node_cas,json=nodeCas,proto3" json:"node_cas,omitempty"`    // the CAs that sign the certificates of nodes, in PEM; empty: the cloud does not say
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -224,6 +225,13 @@ func (x *SignResponse) GetCloudCas() []byte {
 func (x *SignResponse) GetServers() []string {
 	if x != nil {
 		return x.Servers
+	}
+	return nil
+}
+
+func (x *SignResponse) GetNodeCas() []byte {
+	if x != nil {
+		return x.NodeCas
 	}
 	return nil
 }
@@ -1126,13 +1134,14 @@ const file_stream_proto_rawDesc = "" +
 	"\fstream.proto\x12\ttunnel.v1\"?\n" +
 	"\vSignRequest\x12\x18\n" +
 	"\arequest\x18\x01 \x01(\fR\arequest\x12\x16\n" +
-	"\x06trusts\x18\x02 \x03(\tR\x06trusts\"\x88\x01\n" +
+	"\x06trusts\x18\x02 \x03(\tR\x06trusts\"\xa3\x01\n" +
 	"\fSignResponse\x12\x14\n" +
 	"\x05chain\x18\x01 \x01(\fR\x05chain\x12\x12\n" +
 	"\x04node\x18\x02 \x01(\tR\x04node\x12\x17\n" +
 	"\atime_ms\x18\x03 \x01(\x03R\x06timeMs\x12\x1b\n" +
 	"\tcloud_cas\x18\x04 \x01(\fR\bcloudCas\x12\x18\n" +
-	"\aservers\x18\x05 \x03(\tR\aservers\"\x8d\x01\n" +
+	"\aservers\x18\x05 \x03(\tR\aservers\x12\x19\n" +
+	"\bnode_cas\x18\x06 \x01(\fR\anodeCas\"\x8d\x01\n" +
 	"\tStreamMsg\x12\x12\n" +
 	"\x04node\x18\x01 \x01(\tR\x04node\x12\x1a\n" +
 	"\bcategory\x18\x02 \x01(\tR\bcategory\x12\x12\n" +
