@@ -84,7 +84,7 @@ type Digests [Buckets]uint64
 
 // Flip adds an item to the digest of its bucket, or removes the item if the digest contains it.
 func (d *Digests) Flip(p Path, value []byte) {
-	d[Bucket(p)] ^= digest(p, value)
+	d[Bucket(p)] ^= Digest(p, value)
 }
 
 // Encode returns the digests as the protocol has them: 8 bytes each, in order, most significant first.

@@ -132,7 +132,7 @@ func (s *State) has(item *pb.Item) bool {
 		return value == string(item.GetValue())
 	}
 	sum, out := s.leftOut[item.GetPath()]
-	return out && sum == digest(item.GetPath(), item.GetValue())
+	return out && sum == Digest(item.GetPath(), item.GetValue())
 }
 
 // set puts an item in the place of the one that has its path.
@@ -140,7 +140,7 @@ func (s *State) set(p Path, value []byte) error {
 	s.forget(p)
 	s.digests.Flip(p, value)
 	if len(s.items) >= s.most {
-		s.leftOut[p] = digest(p, value)
+		s.leftOut[p] = Digest(p, value)
 		return nil
 	}
 	s.items[p] = string(value)
@@ -359,8 +359,8 @@ func (s *State) Node(name string) *Node { return s.nodes[name] }
 // does.
 func Home(e *Endpoint) string { return cmp.Or(e.GetNode(), e.GetHome()) }
 
-// digest returns the digest of an item.
-func digest(p Path, value []byte) uint64 {
+// Digest returns the digest of an item.
+func Digest(p Path, value []byte) uint64 {
 	h := sha256.New()
 	h.Write([]byte(p))
 	h.Write([]byte{0}) // no path contains it

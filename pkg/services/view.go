@@ -11,9 +11,11 @@ import (
 //
 //   - Only callers on the node of an endpoint may use the endpoint (NodeLocal). A node needs its own endpoints. So that
 //     Choice.Anywhere stays true, each node also gets one usable endpoint of each port.
-//   - All ready endpoints have hints (trafficDistribution PreferSameZone or PreferSameNode). A node needs its own
-//     endpoints, and those with a hint for it, or else for its zone. The node needs all endpoints if no ready endpoint
-//     of a port has such a hint.
+//   - All ready endpoints have hints, for example by trafficDistribution. A node needs its own endpoints, and those
+//     with a hint for it, or else for its zone. The node needs all endpoints if no ready endpoint of a port has such a
+//     hint. Of its zone, it also needs those that are not ready and still serve, for flows of UDP (Serving).
+//
+// So that a View stays cheap, a Service has one list for all nodes if it has too many ports and endpoints.
 //
 // A View does not change, and any goroutine may call its methods.
 type View struct {
@@ -25,6 +27,9 @@ type View struct {
 	nodes map[string][]int // the endpoints on a node, or with a hint for it
 }
 
+// maxView is the most ports times endpoints of a Service with several lists.
+const maxView = 10_000
+
 // set is a set of addresses of endpoints.
 type set map[string]struct{}
 
@@ -34,8 +39,11 @@ func ViewOf(svc *Service, endpoints []Named) *View {
 	for i := range endpoints {
 		v.all[i] = i
 	}
-	if svc.GetHeadless() || svc.GetExternalName() != "" || svc.GetOtherProxy() {
-		return v // an edge uses the endpoints for names alone
+	if svc.GetHeadless() || svc.GetExternalName() != "" || svc.GetOtherProxy() { // its endpoints are for names alone
+		return v
+	}
+	if len(endpoints)*len(svc.GetPorts()) > maxView {
+		return v
 	}
 	usable := usableOf(svc, endpoints)
 	v.local = NodeLocal(svc)
@@ -67,6 +75,9 @@ func ViewOf(svc *Service, endpoints []Named) *View {
 	for _, e := range endpoints {
 		for _, node := range append([]string{Home(e.Endpoint)}, e.GetNodeHints()...) {
 			add(nodes, node, e.Endpoint)
+		}
+		if zones[e.GetZone()] != nil && e.GetServing() && !e.GetReady() {
+			add(zones, e.GetZone(), e.Endpoint)
 		}
 	}
 	v.some = positions(some)

@@ -52,6 +52,8 @@ func TestView(t *testing.T) {
 	for _, e := range inZone {
 		e.NodeHints = []string{e.GetNode()}
 	}
+	ends := one("10.0.0.5", "node5", false)
+	ends.Zone, ends.Serving, ends.Terminating = "a", true, true
 	withoutHint := append(slices.Clone(hinted), one("10.0.0.5", "node5", true))
 	other := one("10.0.0.6", "node6", true, "a")
 	other.Ports = []*services.Port{{Name: "metrics", Protocol: "TCP", Port: 9090}}
@@ -80,6 +82,10 @@ func TestView(t *testing.T) {
 			services.Self{Node: "node9"}, []string{"10.0.0.1", "10.0.0.2", "10.0.0.3"},
 		},
 		{"the zone", everywhere, hinted, services.Self{Node: "node9", Zone: "a"}, []string{"10.0.0.1"}},
+		{
+			"the zone, with a pod that ends and still serves", everywhere, append(slices.Clone(hinted), ends),
+			services.Self{Node: "node9", Zone: "a"}, []string{"10.0.0.1", "10.0.0.5"},
+		},
 		{
 			"the zone, and the node itself", everywhere, hinted, services.Self{Node: "node3", Zone: "a"},
 			[]string{"10.0.0.1", "10.0.0.3", "10.0.0.4"},
@@ -132,6 +138,24 @@ func TestView(t *testing.T) {
 				t.Errorf("the node needs %q, want %q", got, c.want)
 			}
 		})
+	}
+}
+
+// A Service with very many ports and endpoints is not worth a view for each zone.
+func TestViewOfLargeService(t *testing.T) {
+	for ports, narrow := range map[int]bool{10: true, 11: false} {
+		svc := &services.Service{ClusterIps: []string{"10.96.0.1"}, InternalLocal: true}
+		for i := range ports {
+			svc.Ports = append(svc.Ports, &services.Port{Name: strconv.Itoa(i), Protocol: "TCP", Port: uint32(i + 1)})
+		}
+		var all []services.Named
+		for i := range 1000 {
+			address := "10.1." + strconv.Itoa(i/250) + "." + strconv.Itoa(i%250)
+			all = append(all, services.Named{Endpoint: &services.Endpoint{Address: address, Ready: true, Ports: svc.Ports}})
+		}
+		if services.ViewOf(svc, all).Narrow() != narrow {
+			t.Errorf("with %d ports: narrow is %t", ports, !narrow)
+		}
 	}
 }
 

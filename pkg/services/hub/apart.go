@@ -1,9 +1,11 @@
 package hub
 
 import (
+	"cmp"
 	"iter"
 	"maps"
 	"slices"
+	"time"
 
 	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/proto"
@@ -12,6 +14,31 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
+// widePause is how long all nodes get all endpoints of a Service after the Service has lost its narrow view. Otherwise
+// a user who changes the hints of one endpoint again and again would have all endpoints sent to all nodes each time.
+const widePause = 5 * time.Minute
+
+// group has the endpoints of a Service.
+type group struct {
+	endpoints map[services.Path]*change // of each, the newest change
+	hinted    int                       // how many have hints
+}
+
+// all returns the endpoints. g may be nil.
+func (g *group) all() map[services.Path]*change {
+	if g == nil {
+		return nil
+	}
+	return g.endpoints
+}
+
+// countHints adds n to hinted, if an endpoint has hints. c may be nil.
+func (g *group) countHints(c *change, n int) {
+	if c != nil && hasField(c.value, fieldEndpointZoneHints, fieldEndpointNodeHints) {
+		g.hinted += n
+	}
+}
+
 // apart has the endpoints of a Service whose view is narrow. They are no part of Hub.changes and of Hub.digests, which
 // are for all nodes. An apart does not change: settleLocked makes a new one.
 type apart struct {
@@ -19,36 +46,46 @@ type apart struct {
 	endpoints []*change // sorted by path; view has positions in it
 }
 
-// own is what the hub keeps for one Watch about Services in Hub.apart. Hub.mu guards it.
-type own struct {
-	self   services.Self
-	moved  bool                       // the Node of self has changed
-	told   map[services.Path]told     // what the edge has of each such Service, once it has the series that is being sent
-	behind map[services.Path]struct{} // the Services of which told may not be what the edge needs
-	// first and last are still to be sent in a series, before and after its batches for all nodes. In a series of whole
-	// buckets, these endpoints come first: if the series breaks off, the edge keeps the buckets that have arrived, and a
-	// bucket is whole only with these endpoints. In a series of changes they come last: some may be of a Service that is
-	// apart since a moment, and the changes for all nodes delete the endpoints of such a Service.
-	first, last []*change
+// apartChange returns the change of an endpoint of a Service in Hub.apart.
+func apartChange(p services.Path, value []byte) *change {
+	return &change{path: p, value: value, bucket: services.Bucket(p), digest: services.Digest(p, value)}
 }
 
-// told are the endpoints of a Service that an edge has.
-type told struct {
-	of    *apart
-	picks []int // positions in of.endpoints
+// need returns the endpoints that a node needs, sorted by path. a may be nil.
+func (a *apart) need(self services.Self) need {
+	if a == nil {
+		return need{}
+	}
+	return need{a.endpoints, a.view.For(self)}
 }
 
-// compare yields each endpoint in which old and now differ: that of old, and that of now. One of them may be nil.
-func compare(old, now told) iter.Seq2[*change, *change] {
+// need is a list of endpoints.
+type need struct {
+	endpoints []*change
+	positions []int // of the elements of endpoints that belong to the list
+}
+
+func (n need) all() iter.Seq[*change] {
+	return func(yield func(*change) bool) {
+		for _, i := range n.positions {
+			if !yield(n.endpoints[i]) {
+				return
+			}
+		}
+	}
+}
+
+// compare yields each endpoint in which two lists differ: that of old, and that of now. One of them may be nil.
+func compare(old, now need) iter.Seq2[*change, *change] {
 	return func(yield func(*change, *change) bool) {
-		next := func(t told, i int) *change {
-			if i == len(t.picks) {
+		at := func(n need, i int) *change {
+			if i == len(n.positions) {
 				return nil
 			}
-			return t.of.endpoints[t.picks[i]]
+			return n.endpoints[n.positions[i]]
 		}
-		for i, j := 0, 0; i < len(old.picks) || j < len(now.picks); {
-			a, b := next(old, i), next(now, j)
+		for i, j := 0, 0; i < len(old.positions) || j < len(now.positions); {
+			a, b := at(old, i), at(now, j)
 			switch {
 			case a == b:
 				i, j = i+1, j+1
@@ -67,22 +104,34 @@ func compare(old, now told) iter.Seq2[*change, *change] {
 	}
 }
 
-// endpoints yields the endpoints that the edge has of Services in Hub.apart, in no order.
-func (o *own) endpoints() iter.Seq[*change] {
-	return func(yield func(*change) bool) {
-		for _, t := range o.told {
-			for _, i := range t.picks {
-				if !yield(t.of.endpoints[i]) {
-					return
-				}
-			}
-		}
+// own is what the hub keeps for one Watch about Services in Hub.apart. Hub.mu guards it.
+//
+// The edge has what its node needed when differenceLocked last compared, once it has the series that is being sent.
+type own struct {
+	self  services.Self // as it was then
+	moved bool          // the Node of self has changed since
+	// behind are the Services that have changed since, with what they were then. nil: the Service was not apart.
+	behind map[services.Path]*apart
+	// first are endpoints that are still to be sent in a series of whole buckets, sorted by bucket. They come before the
+	// batch for all nodes that names their bucket: if the series breaks off, the edge keeps the buckets that have arrived
+	// whole.
+	first []*change
+	// last are endpoints that are still to be sent in a series of changes, after the batches for all nodes: some may be
+	// of a Service that is apart since a moment, and the changes for all nodes delete the endpoints of such a Service.
+	last []*change
+}
+
+// note notes that a Service changes, which was as a says.
+func (o *own) note(path services.Path, a *apart) {
+	if _, noted := o.behind[path]; !noted {
+		o.behind[path] = a
 	}
 }
 
 // touchLocked notes that an item changes: an endpoint of the Service of, or with an empty of, a Service or a Node. The
 // caller holds mu.
 func (h *Hub) touchLocked(of, p services.Path) {
+	h.changed.Notify()
 	node, isNode := nodeOf(p)
 	switch {
 	case of != "":
@@ -94,59 +143,66 @@ func (h *Hub) touchLocked(of, p services.Path) {
 	}
 }
 
-// listLocked notes a new endpoint of the Service of. If of is empty, the item is no endpoint. The caller holds mu.
-func (h *Hub) listLocked(of, p services.Path) {
+// putLocked makes c the newest change of an item: of an endpoint of the Service of, or with an empty of, of a Service
+// or a Node. The caller holds mu.
+func (h *Hub) putLocked(of services.Path, c *change) {
+	h.buckets[services.Bucket(c.path)][c.path] = c
 	if of == "" {
 		return
 	}
-	if h.endpoints[of] == nil {
-		h.endpoints[of] = make(map[services.Path]struct{})
+	g := h.groups[of]
+	if g == nil {
+		g = &group{endpoints: make(map[services.Path]*change)}
+		h.groups[of] = g
 	}
-	h.endpoints[of][p] = struct{}{}
+	g.countHints(g.endpoints[c.path], -1)
+	g.countHints(c, 1)
+	g.endpoints[c.path] = c
 }
 
-// unlistLocked undoes listLocked. The caller holds mu.
-func (h *Hub) unlistLocked(of, p services.Path) {
-	if delete(h.endpoints[of], p); len(h.endpoints[of]) == 0 {
-		delete(h.endpoints, of)
+// takeLocked undoes putLocked. The caller holds mu.
+func (h *Hub) takeLocked(of, p services.Path) {
+	delete(h.buckets[services.Bucket(p)], p)
+	g := h.groups[of]
+	if g == nil {
+		return
+	}
+	g.countHints(g.endpoints[p], -1)
+	if delete(g.endpoints, p); len(g.endpoints) == 0 {
+		delete(h.groups, of)
 	}
 }
 
-// setApartLocked sets an endpoint of a Service that is apart. The caller holds mu.
-func (h *Hub) setApartLocked(p services.Path, value []byte) {
-	h.buckets[services.Bucket(p)][p] = &change{path: p, value: value}
-	h.changed.Notify()
-}
-
-// settleLocked looks at the Services that have changed, and puts those apart of which some nodes need only some
+// settleLocked looks at the Services that have changed, and keeps those apart of which some nodes need only some
 // endpoints. The caller holds mu.
 func (h *Hub) settleLocked() {
 	for path := range h.unsettled {
-		view, paths := h.viewLocked(path)
-		narrow, wasApart := view != nil, h.apart[path] != nil
-		if !narrow && !wasApart {
+		was := h.apart[path]
+		if at, widened := h.widened[path]; widened && was == nil {
+			if time.Since(at) < widePause && h.itemLocked(path) != nil {
+				continue
+			}
+			delete(h.widened, path)
+		}
+		delete(h.unsettled, path)
+		now := h.apartLocked(path)
+		if was == nil && now == nil {
 			continue
 		}
-		now := &apart{view: view}
-		for _, p := range paths {
-			item := h.itemLocked(p)
-			switch {
-			case narrow && !item.isApart():
-				h.withdrawLocked(item)
-				h.setApartLocked(p, item.value)
-			case !narrow && item.isApart():
-				h.shareLocked(p, item.value)
-			}
-			now.endpoints = append(now.endpoints, h.itemLocked(p))
-		}
-		if h.apart[path] = now; !narrow {
-			delete(h.apart, path)
-		}
 		for _, w := range h.watchers {
-			w.behind[path] = struct{}{}
+			w.note(path, was)
+		}
+		if now != nil {
+			h.apart[path] = now
+			continue
+		}
+		delete(h.apart, path)
+		h.widened[path] = time.Now()
+		h.unsettled[path] = struct{}{}
+		for p, c := range h.groups[path].all() {
+			h.shareLocked(path, p, c.value)
 		}
 	}
-	clear(h.unsettled)
 }
 
 // The fields that make a view narrow.
@@ -156,32 +212,38 @@ const (
 	fieldEndpointNodeHints    protowire.Number = 8
 )
 
-// viewLocked returns the view of a Service, or nil if all nodes need all endpoints, and the paths of the Service's
-// endpoints, sorted. The view's positions are those of the paths. The caller holds mu.
-func (h *Hub) viewLocked(path services.Path) (*services.View, []services.Path) {
-	paths := slices.Sorted(maps.Keys(h.endpoints[path]))
-	item := h.itemLocked(path)
-	if item == nil || !hasField(item.value, fieldServiceInternalLocal) &&
-		!slices.ContainsFunc(paths, func(p services.Path) bool {
-			return hasField(h.itemLocked(p).value, fieldEndpointZoneHints, fieldEndpointNodeHints)
-		}) {
-		return nil, paths
+// apartLocked returns the endpoints of a Service whose view is narrow. They are for all nodes no more. apartLocked
+// returns nil if all nodes need all endpoints. The caller holds mu.
+func (h *Hub) apartLocked(path services.Path) *apart {
+	item, g := h.itemLocked(path), h.groups[path]
+	if item == nil || g == nil || g.hinted == 0 && !hasField(item.value, fieldServiceInternalLocal) {
+		return nil
 	}
 	service := new(services.Service)
 	if proto.Unmarshal(item.value, service) != nil {
-		return nil, paths
+		return nil
 	}
-	endpoints := make([]services.Named, len(paths))
-	for i, p := range paths {
-		endpoints[i] = services.Named{Path: p, Endpoint: new(services.Endpoint)}
-		if proto.Unmarshal(h.itemLocked(p).value, endpoints[i].Endpoint) != nil {
-			return nil, paths
+	a := &apart{endpoints: slices.SortedFunc(maps.Values(g.endpoints), func(a, b *change) int {
+		return cmp.Compare(a.path, b.path)
+	})}
+	endpoints := make([]services.Named, len(a.endpoints))
+	for i, c := range a.endpoints {
+		endpoints[i] = services.Named{Path: c.path, Endpoint: new(services.Endpoint)}
+		if proto.Unmarshal(c.value, endpoints[i].Endpoint) != nil {
+			return nil
 		}
 	}
-	if view := services.ViewOf(service, endpoints); view.Narrow() {
-		return view, paths
+	if a.view = services.ViewOf(service, endpoints); !a.view.Narrow() {
+		return nil
 	}
-	return nil, paths
+	for i, c := range a.endpoints {
+		if !c.isApart() {
+			h.withdrawLocked(c)
+			a.endpoints[i] = apartChange(c.path, c.value)
+			h.putLocked(path, a.endpoints[i])
+		}
+	}
+	return a
 }
 
 // hasField reports whether an encoded message has one of the fields.
@@ -200,9 +262,9 @@ func hasField(value []byte, fields ...protowire.Number) bool {
 }
 
 // selfLocked returns what decides which endpoints a node needs. The caller holds mu.
-func (h *Hub) selfLocked(node tunnel.NodeName) services.Self {
-	self := services.Self{Node: string(node)}
-	if item := h.itemLocked(services.NodePath(self.Node)); item != nil {
+func (h *Hub) selfLocked(node string) services.Self {
+	self := services.Self{Node: node}
+	if item := h.itemLocked(services.NodePath(node)); item != nil {
 		var n services.Node
 		proto.Unmarshal(item.value, &n) //nolint:errcheck // a Node that cannot be read has no zone
 		self.Zone = n.GetZone()
@@ -210,45 +272,51 @@ func (h *Hub) selfLocked(node tunnel.NodeName) services.Self {
 	return self
 }
 
-// ownLocked returns what the hub keeps for a new Watch. The edge is told all that it needs. The caller holds mu.
-func (h *Hub) ownLocked(node tunnel.NodeName) own {
+// beginLocked fills own and the buckets of a new watcher: those in which the edge has other items than its node needs.
+// has are the digests of what the edge has. The caller holds mu.
+func (h *Hub) beginLocked(w *watcher, node tunnel.NodeName, has services.Digests) {
 	h.settleLocked()
-	o := own{
-		self: h.selfLocked(node), told: make(map[services.Path]told, len(h.apart)),
-		behind: make(map[services.Path]struct{}),
+	w.own = own{self: h.selfLocked(string(node)), behind: make(map[services.Path]*apart)}
+	needs := h.digests
+	for _, a := range h.apart {
+		for c := range a.need(w.self).all() {
+			needs[c.bucket] ^= c.digest
+		}
 	}
-	for path, a := range h.apart {
-		o.told[path] = told{a, a.view.For(o.self)}
+	for b := range has {
+		if has[b] != needs[b] {
+			w.buckets.add(b)
+			w.whole = true
+		}
 	}
-	return o
+	for _, a := range h.apart {
+		for c := range a.need(w.self).all() {
+			if w.buckets.has(c.bucket) {
+				w.first = append(w.first, c)
+			}
+		}
+	}
+	slices.SortFunc(w.first, func(a, b *change) int { return a.bucket - b.bucket })
 }
 
-// differenceLocked returns what the edge lacks of Services in Hub.apart, and notes that the edge is told so. The caller
-// holds mu.
+// differenceLocked returns what the edge lacks of Services in Hub.apart. The caller holds mu, and sends it.
 func (h *Hub) differenceLocked(o *own) (changes []*change) {
+	before := o.self
 	if o.moved {
 		o.moved = false
-		if self := h.selfLocked(tunnel.NodeName(o.self.Node)); self != o.self {
-			o.self = self
-			for path := range h.apart {
-				o.behind[path] = struct{}{}
+		if o.self = h.selfLocked(before.Node); o.self != before {
+			for path, a := range h.apart {
+				o.note(path, a)
 			}
 		}
 	}
-	for path := range o.behind {
-		old, now := o.told[path], told{}
-		if a := h.apart[path]; a != nil {
-			now = told{a, a.view.For(o.self)}
-			o.told[path] = now
-		} else {
-			delete(o.told, path)
-		}
-		for gone, set := range compare(old, now) {
-			if set == nil && !h.isSharedLocked(gone.path) {
-				set = &change{path: gone.path}
+	for path, was := range o.behind {
+		for old, now := range compare(was.need(before), h.apart[path].need(o.self)) {
+			if now == nil && !h.isSharedLocked(old.path) {
+				now = &change{path: old.path}
 			}
-			if set != nil {
-				changes = append(changes, set)
+			if now != nil {
+				changes = append(changes, now)
 			}
 		}
 	}

@@ -7,6 +7,7 @@ import (
 	"strconv"
 	"testing"
 	"testing/synctest"
+	"time"
 
 	"google.golang.org/protobuf/proto"
 
@@ -106,8 +107,12 @@ func TestZones(t *testing.T) {
 		gone := hinted(t, h, "10.88.0.1", "edge0", "a", false)
 		a.answer()
 		a.wantAddresses("10.88.0.1", "10.88.1.1", "10.88.1.2") // with its own, which is not ready
+		if err := a.ask(); err != nil {
+			t.Fatal(err)
+		}
+		synctest.Wait() // the edge waits already
 		h.Delete(gone)
-		a.pull()
+		a.answer()
 		a.wantAddresses("10.88.1.1", "10.88.1.2")
 
 		// The node moves to another zone.
@@ -127,7 +132,14 @@ func TestZones(t *testing.T) {
 			e.wantAddresses(all...)
 			e.wantEqual(h)
 		}
+		// It goes. For some minutes, all nodes get all, so that hints which come and go are cheap.
 		h.Delete(services.EndpointPath("shop", "web", "web-a", "10.88.9.9"))
+		for _, e := range []*edge{a, c} {
+			e.pull()
+			e.wantAddresses(all[:3]...)
+		}
+		time.Sleep(widePause)
+		setNode(t, h, "edge7", "b")
 		for _, e := range []*edge{a, c} {
 			e.pull()
 		}
@@ -206,14 +218,14 @@ func TestBucketsThatArriveAreWhole(t *testing.T) {
 			h.Set(p, marshal(t, &e))
 		}
 	}
-	want, items := need(h, "edge-007")
+	want, items := needs(h, "edge-007")
 	if items > 4000 {
 		t.Fatalf("the node needs %d items", items)
 	}
 	e := watch(t, h, "edge-007", services.NewState())
 	var got services.Digests
 	var whole []uint32
-	for batches := 0; ; batches++ {
+	for batches := 1; ; batches++ {
 		if err := e.ask(); err != nil {
 			t.Fatal(err)
 		}
@@ -224,13 +236,14 @@ func TestBucketsThatArriveAreWhole(t *testing.T) {
 		for _, item := range c.GetSet() {
 			got.Flip(item.GetPath(), item.GetValue())
 		}
-		if whole = append(whole, c.GetWhole()...); len(whole) == 0 {
-			continue
-		}
+		whole = append(whole, c.GetWhole()...)
 		if !b.GetMore() {
 			break
 		}
-		for _, bucket := range whole[:len(whole)-1] {
+		if batches >= 5 && len(whole) < 2 {
+			t.Fatal("no bucket has arrived with the first batches")
+		}
+		for _, bucket := range whole[:max(0, len(whole)-1)] {
 			if got[bucket] != want[bucket] {
 				t.Fatalf("after %d batches, bucket %d lacks items", batches, bucket)
 			}
@@ -242,31 +255,80 @@ func TestBucketsThatArriveAreWhole(t *testing.T) {
 	e.stop()
 }
 
-// need returns what a node needs, as Service, endpoints and Nodes say.
-func need(h *Hub, node tunnel.NodeName) (digests services.Digests, items int) {
+// A Service's endpoints are put apart, or no more, while an edge gets its first series. At the end of the series, the
+// edge has what its node needs.
+func TestChangesOfViewDuringASeries(t *testing.T) {
+	for _, local := range []bool{true, false} {
+		t.Run(strconv.FormatBool(local), func(t *testing.T) {
+			h := newHub(Config{})
+			largeCluster(t, h)
+			setWeb(t, h, !local)
+			setNode(t, h, "edge0", "a")
+			for i := range 20 {
+				hinted(t, h, "10.88.0."+strconv.Itoa(i+1), "edge0", "", true)
+			}
+			for i := range 20 {
+				hinted(t, h, "10.88.1."+strconv.Itoa(i+1), "edge1", "", true)
+			}
+			e := watch(t, h, "edge0", services.NewState())
+			var series []*pb.Changes
+			for {
+				if err := e.ask(); err != nil {
+					t.Fatal(err)
+				}
+				b, c, err := e.take()
+				if err != nil {
+					t.Fatal(err)
+				}
+				if series = append(series, c); len(series) == 2 {
+					setWeb(t, h, local)
+				}
+				if !b.GetMore() {
+					break
+				}
+			}
+			if _, err := e.state.Apply(series...); err != nil {
+				t.Fatal(err)
+			}
+			if want, items := needs(h, "edge0"); e.state.Digests() != want || e.state.Len() != items {
+				t.Errorf("of %d batches, the edge has %d items and needs %d, or they differ", len(series), e.state.Len(), items)
+			}
+			e.stop()
+		})
+	}
+}
+
+// needs returns what a node needs now.
+func needs(h *Hub, node tunnel.NodeName) (digests services.Digests, items int) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	put := func(c *change) {
-		digests.Flip(c.path, c.value)
-		items++
-	}
+	h.settleLocked()
+	self := services.Self{Node: string(node)}
+	state := services.NewState()
+	all := new(pb.Changes)
 	for _, bucket := range h.buckets {
 		for p, c := range bucket {
-			if services.ServiceOf(p) == "" {
-				put(c)
-			}
+			all.Set = append(all.Set, &pb.Item{Path: p, Value: c.value})
 		}
 	}
-	for path := range h.endpoints {
-		view, paths := h.viewLocked(path)
-		if view == nil {
-			for _, p := range paths {
-				put(h.itemLocked(p))
-			}
-			continue
+	if _, err := state.Apply(all); err != nil {
+		panic(err)
+	}
+	self.Zone = state.Node(string(node)).GetZone()
+	put := func(p services.Path) {
+		digests.Flip(p, h.itemLocked(p).value)
+		items++
+	}
+	for _, item := range all.GetSet() {
+		if of := services.ServiceOf(item.GetPath()); of == "" || h.apart[of] == nil {
+			put(item.GetPath())
 		}
-		for _, i := range view.For(h.selfLocked(node)) {
-			put(h.itemLocked(paths[i]))
+	}
+	for path := range h.apart {
+		namespace, name, _ := services.CutService(path)
+		endpoints := state.Endpoints(path)
+		for _, i := range services.ViewOf(state.Service(namespace, name), endpoints).For(self) {
+			put(endpoints[i].Path)
 		}
 	}
 	return digests, items
@@ -296,15 +358,24 @@ func converge(t *testing.T, random *rand.Rand) {
 		edges[i] = watch(t, h, name(i), services.NewState())
 	}
 	series := make([][]*pb.Changes, nodes) // what each edge has got of a series that goes on
+	asked := make([]bool, nodes)           // the edge has asked for a batch, and not taken it
 	current := func(i int) bool {
-		want, _ := need(h, name(i))
+		want, _ := needs(h, name(i))
 		return edges[i].asked && len(series[i]) == 0 && edges[i].state.Digests() == want
 	}
-	step := func(i int) {
-		e := edges[i]
-		if err := e.ask(); err != nil {
+	ask := func(i int) {
+		if asked[i] {
+			return
+		}
+		if err := edges[i].ask(); err != nil {
 			t.Fatal(err)
 		}
+		asked[i] = true
+	}
+	step := func(i int) {
+		ask(i)
+		asked[i] = false
+		e := edges[i]
 		b, c, err := e.take()
 		if err != nil {
 			t.Fatal(err)
@@ -327,6 +398,9 @@ func converge(t *testing.T, random *rand.Rand) {
 			if random.IntN(10) == 0 {
 				hints = !hints
 			}
+			if random.IntN(10) == 0 {
+				time.Sleep(widePause)
+			}
 			h.Set(services.ServicePath("shop", service), marshal(t, &services.Service{
 				ClusterIps: []string{"10.96.0.1"}, Ports: http, InternalLocal: random.IntN(3) == 0,
 			}))
@@ -345,9 +419,11 @@ func converge(t *testing.T, random *rand.Rand) {
 			switch {
 			case random.IntN(10) == 0:
 				edges[i].stop()
-				edges[i], series[i] = watch(t, h, name(i), edges[i].state), nil
+				edges[i], series[i], asked[i] = watch(t, h, name(i), edges[i].state), nil, false
 			case !current(i):
 				step(i)
+			case random.IntN(2) == 0:
+				ask(i)
 			}
 		}
 	}
@@ -355,7 +431,7 @@ func converge(t *testing.T, random *rand.Rand) {
 		for n := 0; !current(i) && n < 100; n++ {
 			step(i)
 		}
-		if want, items := need(h, name(i)); e.state.Digests() != want || e.state.Len() != items {
+		if want, items := needs(h, name(i)); e.state.Digests() != want || e.state.Len() != items {
 			t.Errorf("%s has %d items and needs %d, or they differ", name(i), e.state.Len(), items)
 		}
 		e.stop()

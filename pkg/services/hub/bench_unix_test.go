@@ -88,7 +88,7 @@ func benchmarkChange(b *testing.B, h *Hub, n int, endpoint func(ready bool) (ser
 	got.Add(edges) // the first batch
 	for i := range edges {
 		node := tunnel.NodeName("edge-" + strconv.Itoa(i))
-		has, _ := need(h, node)
+		has, _ := needs(h, node)
 		q := &quickEdge{ctx: ctx, has: has, got: &got}
 		running.Go(func() { h.Watch(node, q) })
 	}

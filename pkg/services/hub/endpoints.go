@@ -105,8 +105,8 @@ func (h *Hub) service(path services.Path) (*services.Service, []services.Named, 
 	var values []services.Named
 	var encoded [][]byte
 	if item != nil {
-		for p := range h.endpoints[path] {
-			values, encoded = append(values, services.Named{Path: p}), append(encoded, h.itemLocked(p).value)
+		for p, c := range h.groups[path].all() {
+			values, encoded = append(values, services.Named{Path: p}), append(encoded, c.value)
 		}
 	}
 	h.mu.Unlock() // the value of a change never changes

@@ -21,11 +21,13 @@ package hub
 
 import (
 	"bytes"
+	"cmp"
 	"log/slog"
 	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"google.golang.org/protobuf/encoding/protowire"
 
@@ -67,11 +69,12 @@ type Hub struct {
 	// joined are the nodes whose edges serve Services, connected or not. Until all objects are known, joined may also have
 	// nodes without a Node.
 	joined map[tunnel.NodeName]bool
-	index  *index // for Endpoints; nil: not kept
-	// endpoints are the endpoints of each Service.
-	endpoints map[services.Path]map[services.Path]struct{}
-	apart     map[services.Path]*apart   // the Services of which some nodes need only some endpoints
-	unsettled map[services.Path]struct{} // the Services that have changed since settleLocked looked at them
+	index  *index                   // for Endpoints; nil: not kept
+	groups map[services.Path]*group // the endpoints of each Service that has any
+	apart  map[services.Path]*apart // the Services of which some nodes need only some endpoints
+	// widened says when a Service left apart. It stays out for widePause.
+	widened   map[services.Path]time.Time
+	unsettled map[services.Path]struct{} // the Services that settleLocked must look at
 	synced    bool                       // all objects are known
 	named     bool                       // NodesKnown was called, or is not awaited
 	ready     bool                       // synced and named: edges are served
@@ -79,11 +82,12 @@ type Hub struct {
 	// changes are the newest change of each path, and superseded changes that are not removed yet, sorted by seq.
 	changes    []*change
 	superseded int
-	deleted    map[services.Path]*change // the newest change of each path that was deleted
-	seq        uint64                    // of the last change
+	// deleted are the newest changes of paths that were deleted, or are no longer for all nodes.
+	deleted map[services.Path]*change
+	seq     uint64 // of the last change
 	// floor: the hub has forgotten the deletions up to this seq. An edge that is at an earlier seq needs whole buckets.
 	floor    uint64
-	changed  tunnel.Change // tells the goroutines of Watch that seq has grown
+	changed  tunnel.Change // tells the goroutines of Watch that something has changed
 	served   chan struct{} // closed when ready becomes true; nothing is sent
 	stopped  chan struct{} // closed by Stop; nothing is sent
 	watchers map[tunnel.NodeName]*watcher
@@ -96,6 +100,10 @@ type change struct {
 	path       services.Path
 	value      []byte // nil: deleted
 	superseded bool   // guarded by Hub.mu: there is a newer change of the path
+
+	// Of an endpoint of a Service in Hub.apart:
+	bucket int
+	digest uint64
 }
 
 // isApart reports whether the change is the endpoint of a Service in Hub.apart.
@@ -107,8 +115,8 @@ func New(cfg Config) *Hub {
 		cfg: cfg, log: cfg.Log.With("module", Category), joined: make(map[tunnel.NodeName]bool),
 		named: !cfg.AwaitNodes, served: make(chan struct{}), stopped: make(chan struct{}),
 		deleted: make(map[services.Path]*change), watchers: make(map[tunnel.NodeName]*watcher),
-		endpoints: make(map[services.Path]map[services.Path]struct{}), apart: make(map[services.Path]*apart),
-		unsettled: make(map[services.Path]struct{}),
+		groups: make(map[services.Path]*group), apart: make(map[services.Path]*apart),
+		widened: make(map[services.Path]time.Time), unsettled: make(map[services.Path]struct{}),
 	}
 	if cfg.Domain != "" {
 		h.index = newIndex()
@@ -182,30 +190,28 @@ func (h *Hub) setLocked(p services.Path, value []byte) {
 	of := services.ServiceOf(p)
 	if old == nil {
 		h.items++
-		h.listLocked(of, p)
 	}
 	h.index.set(p, value)
 	h.touchLocked(of, p)
-	switch {
-	case h.apart[of] != nil:
-		h.setApartLocked(p, value)
-	case old != nil:
+	if h.apart[of] != nil {
+		h.putLocked(of, apartChange(p, value))
+		return
+	}
+	if old != nil {
 		h.digests.Flip(p, old.value)
 		h.supersedeLocked(old)
-		h.shareLocked(p, value)
-	default:
-		h.shareLocked(p, value)
 	}
+	h.shareLocked(of, p, value)
 }
 
 // shareLocked makes an item one that is for all nodes. The caller holds mu.
-func (h *Hub) shareLocked(p services.Path, value []byte) {
+func (h *Hub) shareLocked(of, p services.Path, value []byte) {
 	if gone := h.deleted[p]; gone != nil {
 		delete(h.deleted, p)
 		h.supersedeLocked(gone)
 	}
 	h.digests.Flip(p, value)
-	h.buckets[services.Bucket(p)][p] = h.appendLocked(p, value)
+	h.putLocked(of, h.appendLocked(p, value))
 }
 
 // itemLocked returns the newest change of an item, or nil if there is no such item. The caller holds mu.
@@ -222,14 +228,17 @@ func (h *Hub) Delete(p services.Path) {
 	if old == nil {
 		return
 	}
-	delete(h.buckets[services.Bucket(p)], p)
 	h.index.forget(p)
 	of := services.ServiceOf(p)
-	h.unlistLocked(of, p)
 	h.touchLocked(of, p)
+	h.takeLocked(of, p)
 	h.items--
 	if !old.isApart() {
 		h.withdrawLocked(old)
+	}
+	if service := cmp.Or(of, p); h.itemLocked(service) == nil && h.groups[service] == nil && h.apart[service] == nil {
+		delete(h.unsettled, service) // nothing is left that could be put apart
+		delete(h.widened, service)
 	}
 }
 
@@ -325,6 +334,10 @@ func (h *Hub) NodesKnown() {
 // readyLocked lets edges be served once Synced and, if awaited, NodesKnown were called. The caller holds mu.
 func (h *Hub) readyLocked() {
 	if h.synced && h.named && !h.ready {
+		h.settleLocked()
+		if len(h.deleted) > 0 {
+			h.forgetLocked() // no edge has got what was deleted
+		}
 		h.ready = true
 		close(h.served)
 	}

@@ -7,7 +7,8 @@ func (h *Hub) Collector() prometheus.Collector {
 	return collector{
 		h,
 		prometheus.NewDesc("tunnel_services_items",
-			"Services, endpoints and Nodes that edges are told.", nil, nil),
+			"Services, endpoints and Nodes that edges are told. An edge is told no endpoints that its node does not use.",
+			nil, nil),
 		prometheus.NewDesc("tunnel_services_watchers",
 			"Edges that watch Services at this replica.", nil, nil),
 		prometheus.NewDesc("tunnel_services_sent_bytes_total",

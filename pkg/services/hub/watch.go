@@ -3,6 +3,7 @@ package hub
 import (
 	"context"
 	"math/bits"
+	"slices"
 
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
@@ -17,6 +18,7 @@ type watcher struct {
 	// position and own are guarded by Hub.mu. Only next changes the position.
 	position
 	own
+	whole    bool          // a series of whole buckets is under way; guarded by Hub.mu
 	started  bool          // the edge has got a batch; owned by the goroutine of Watch
 	replaced chan struct{} // closed by a newer Watch of the node, never sent to
 }
@@ -48,9 +50,9 @@ func (s *set) first() int {
 }
 
 // Watch sends batches to one edge until the context of the stream is done. The hub sends a batch only after the edge
-// has asked for it. So an edge that does not ask, or does not read, costs the hub no more than its position. The first
-// batch comes even if the edge lacks nothing: the batch tells the edge that its state is current. A newer Watch of the
-// same node ends this one at its next batch.
+// has asked for it. So an edge that does not ask, or does not read, costs the hub no more than its position, and a note
+// of the Services in Hub.apart that have changed. The first batch comes even if the edge lacks nothing: the batch tells
+// the edge that its state is current. A newer Watch of the same node ends this one at its next batch.
 func (h *Hub) Watch(node tunnel.NodeName, stream pb.Services_WatchServer) error {
 	asked, err := stream.Recv()
 	if err != nil {
@@ -97,21 +99,7 @@ func (h *Hub) begin(ctx context.Context, node tunnel.NodeName, has services.Dige
 	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	w.own = h.ownLocked(node)
-	digests := h.digests
-	for e := range w.endpoints() {
-		digests.Flip(e.path, e.value)
-	}
-	for b := range has {
-		if has[b] != digests[b] {
-			w.buckets.add(b)
-		}
-	}
-	for e := range w.endpoints() {
-		if w.buckets.has(services.Bucket(e.path)) {
-			w.first = append(w.first, e)
-		}
-	}
+	h.beginLocked(w, node, has)
 	w.cursor, w.goal = h.seq, h.seq
 	if before := h.watchers[node]; before != nil {
 		close(before.replaced)
@@ -179,22 +167,48 @@ func (h *Hub) advanceLocked(w *watcher) (b *batch, more bool, err error) {
 	if w.cursor < h.floor {
 		return nil, false, errBehind
 	}
-	shared := func() bool { return w.buckets != set{} || w.cursor < w.goal }
-	if !shared() && len(w.first)+len(w.last) == 0 { // a series begins
-		w.goal = h.seq
-		w.last = h.differenceLocked(&w.own)
-		if !shared() && len(w.last) == 0 && w.started {
+	inSeries := func() bool { return w.buckets != set{} || w.cursor < w.goal || len(w.last) > 0 }
+	if !inSeries() {
+		h.catchUpLocked(w)
+		if !inSeries() && w.started {
 			return nil, false, nil
 		}
 	}
-	switch {
-	case len(w.first) > 0:
-		b, w.first = ownBatch(w.first)
-	case !shared() && len(w.last) > 0:
+	if w.buckets == (set{}) && w.cursor == w.goal && len(w.last) > 0 {
 		b, w.last = ownBatch(w.last)
-	default:
-		b = h.batchLocked(w.position)
-		w.position = b.behind
+		return b, inSeries(), nil
 	}
-	return b, shared() || len(w.first)+len(w.last) > 0, nil
+	b = h.batchLocked(w.position)
+	if first := w.firstBatch(b.behind.buckets.first()); first != nil {
+		return first, true, nil
+	}
+	w.position = b.behind
+	if w.whole && w.buckets == (set{}) {
+		// The edge has each bucket as it was at some time of the series. The series ends with what has changed meanwhile:
+		// otherwise an endpoint could be missing whose Service was put apart before its bucket was sent.
+		w.whole = false
+		h.catchUpLocked(w)
+	}
+	return b, inSeries(), nil
+}
+
+// firstBatch returns a batch with those of w.first that are in buckets below next, or nil if there are none. next is the
+// first bucket that the next batch for all nodes does not complete; -1: it completes all.
+func (w *watcher) firstBatch(next int) *batch {
+	n := slices.IndexFunc(w.first, func(c *change) bool { return next >= 0 && c.bucket >= next })
+	if n < 0 {
+		n = len(w.first)
+	}
+	if n == 0 {
+		return nil
+	}
+	b, rest := ownBatch(w.first[:n])
+	w.first = w.first[n-len(rest):]
+	return b
+}
+
+// catchUpLocked makes the series go on to what has changed until now. The caller holds mu.
+func (h *Hub) catchUpLocked(w *watcher) {
+	w.goal = h.seq
+	w.last = h.differenceLocked(&w.own)
 }

@@ -47,7 +47,7 @@ type Port struct {
 	Port      uint16    `json:"port"`
 	Served    Served    `json:"served"`
 	Usable    int       `json:"usable"`              // endpoints that a connection may get
-	Known     int       `json:"known"`               // endpoints of the Service
+	Known     int       `json:"known"`               // endpoints of the Service that this node was told
 	Endpoints []Verdict `json:"endpoints,omitempty"` // only in the answer about one Service
 }
 

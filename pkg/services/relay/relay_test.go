@@ -409,7 +409,9 @@ func TestFirstSeriesInParts(t *testing.T) {
 		if has, err := services.DecodeDigests(next.GetDigests()); err != nil || has != claimed {
 			t.Fatalf("before bucket %d, a stream claims other buckets: %v", b, err)
 		}
-		// The bucket is whole, because the next bucket has begun.
+		// The bucket is whole, because the next bucket has begun. Its items may come more than once.
+		c.batches <- batch(t, true, &pb.Changes{Set: parts[b]})
+		<-c.nexts
 		c.batches <- batch(t, true, &pb.Changes{Whole: []uint32{b, (b + 1) % services.Buckets}, Set: parts[b]})
 		<-c.nexts
 		c.failed <- status.Error(codes.Unavailable, "")

@@ -172,12 +172,19 @@ func (a aside) keep(series []*pb.Changes) {
 			named[last] = nil // the items are in this batch and in later ones
 		}
 	}
+	items := make(map[services.Path]*pb.Item) // a series may set an item more than once: the last one counts
 	for _, c := range series {
 		for _, item := range c.GetSet() {
-			b := uint32(services.Bucket(item.GetPath())) //nolint:gosec // it is below services.Buckets
-			if _, whole := named[b]; whole {
-				named[b] = append(named[b], item)
-			}
+			items[item.GetPath()] = item
+		}
+		for _, p := range c.GetDeleted() {
+			delete(items, p)
+		}
+	}
+	for p, item := range items {
+		b := uint32(services.Bucket(p)) //nolint:gosec // it is below services.Buckets
+		if _, whole := named[b]; whole {
+			named[b] = append(named[b], item)
 		}
 	}
 	delete(named, last)
