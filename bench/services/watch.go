@@ -44,7 +44,7 @@ type tunnelNode struct {
 
 	stop  context.CancelFunc // ends the stream
 	watch servicesv1.Services_WatchClient
-	next  *servicesv1.Next
+	next  *servicesv1.Next // nil: the cloud sends the next batch without it
 }
 
 // newTunnelNode joins the cloud of a fleet. keep says that the node keeps what it gets.
@@ -79,7 +79,7 @@ func (n *tunnelNode) again() error {
 		return err
 	}
 	n.watch, err = servicesv1.NewServicesClient(calls).Watch(ctx)
-	n.next = new(servicesv1.Next)
+	n.next = &servicesv1.Next{Unasked: true}
 	if n.state != nil {
 		has := n.state.Digests()
 		n.next.Digests = has.Encode()
@@ -90,16 +90,21 @@ func (n *tunnelNode) again() error {
 func (n *tunnelNode) pull() (size int, err error) {
 	var series []*servicesv1.Changes
 	for {
-		if err = n.watch.Send(n.next); err != nil {
-			return size, err
+		if n.next != nil {
+			if err = n.watch.Send(n.next); err != nil {
+				return size, err
+			}
+			size += grpcPrefix + proto.Size(n.next)
 		}
-		size += grpcPrefix + proto.Size(n.next)
-		n.next = new(servicesv1.Next)
 		var batch *servicesv1.Batch
 		if batch, err = n.watch.Recv(); err != nil {
 			return size, err
 		}
 		size += grpcPrefix + proto.Size(batch)
+		n.next = new(servicesv1.Next)
+		if batch.GetUnasked() {
+			n.next = nil
+		}
 		if n.state != nil {
 			data := batch.GetChanges()
 			if batch.GetDeflated() {

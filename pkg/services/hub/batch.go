@@ -9,8 +9,6 @@ import (
 	"sync"
 
 	"google.golang.org/protobuf/encoding/protowire"
-
-	pb "tunnel.example/tunnel/pkg/services/servicesv1"
 )
 
 const (
@@ -23,13 +21,11 @@ const (
 
 // batch is a batch for all edges with the same position.
 type batch struct {
-	// Set once.
-	changes []byte
-	behind  position // the position of an edge that has got the batch
-	more    bool
+	behind position // set once: the position of an edge that has got the batch
 
-	once    sync.Once // fills encoded
-	encoded *pb.Batch
+	once     sync.Once // compresses changes
+	changes  []byte
+	deflated bool
 }
 
 // key identifies a batch: edges at one position get equal batches as long as the hub has the same seq.
@@ -95,7 +91,6 @@ func (h *Hub) fillBucketsLocked(b *batch) {
 				continue
 			}
 			if !b.append(h.buckets[n][p]) {
-				b.more = true
 				return
 			}
 			at.after = p
@@ -103,7 +98,6 @@ func (h *Hub) fillBucketsLocked(b *batch) {
 		at.buckets.remove(n)
 		at.after = ""
 	}
-	b.more = at.buckets != set{}
 }
 
 // fillChangesLocked fills a batch with the changes after the cursor, up to the goal. The caller holds mu.
@@ -120,7 +114,6 @@ func (h *Hub) fillChangesLocked(b *batch) {
 			continue
 		}
 		if !b.append(c) {
-			b.more = true
 			return
 		}
 		at.cursor = c.seq
@@ -170,22 +163,20 @@ func appendWhole(changes []byte, bucket int) []byte {
 	return protowire.AppendVarint(changes, uint64(bucket))
 }
 
-// finish returns the batch in the form that edges get. The first call compresses the changes; later calls return the
-// same bytes.
-func (b *batch) finish(h *Hub) *pb.Batch {
+// finish returns the changes in the form that edges get. The first call compresses them; later calls return the same
+// bytes.
+func (b *batch) finish(h *Hub) (changes []byte, deflated bool) {
 	b.once.Do(func() {
-		b.encoded = &pb.Batch{Changes: b.changes, More: b.more}
 		if len(b.changes) < minDeflate {
 			return
 		}
 		h.deflating.Lock() // one batch at a time, so that many edges with different buckets use only one processor
 		defer h.deflating.Unlock()
 		if small := h.deflater.deflate(b.changes); len(small) < len(b.changes) {
-			b.encoded.Changes, b.encoded.Deflated = small, true
-			b.changes = nil
+			b.changes, b.deflated = small, true
 		}
 	})
-	return b.encoded
+	return b.changes, b.deflated
 }
 
 // deflater compresses data. It keeps the large tables of the compressor for the next call.

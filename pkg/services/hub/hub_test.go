@@ -2,6 +2,7 @@ package hub
 
 import (
 	"context"
+	"fmt"
 	"math/rand/v2"
 	"slices"
 	"strconv"
@@ -93,6 +94,49 @@ func TestWatch(t *testing.T) {
 	})
 }
 
+// An edge that heeds unasked gets some small batches for one Next. Then, and after a large one, the hub waits.
+func TestUnasked(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		h := newHub(Config{})
+		h.Synced()
+		e := watch(t, h, "edge1", services.NewState())
+		e.nexts <- &pb.Next{Unasked: true}
+		took := func() (n int) {
+			for {
+				synctest.Wait()
+				select {
+				case b := <-e.out:
+					if _, err := e.state.Apply(changesOf(t, b)); err != nil {
+						t.Fatal(err)
+					}
+					if n++; !b.GetUnasked() {
+						return n
+					}
+				default:
+					setEndpoint(t, h, "10.88.1.1", "edge"+strconv.Itoa(h.items+int(h.seq)))
+				}
+			}
+		}
+		for range 2 {
+			if n := took(); n != maxUnasked {
+				t.Errorf("%d batches come for one Next", n)
+			}
+			setEndpoint(t, h, "10.88.1.2", "edge"+strconv.FormatUint(h.seq, 10))
+			e.wantNothing("without a Next")
+			e.nexts <- new(pb.Next)
+		}
+		took()
+		e.nexts <- new(pb.Next)
+		random := make([]byte, maxUnaskedBytes)
+		rand.NewChaCha8([32]byte{}).Read(random)
+		h.Set("node/large", marshal(t, &services.Node{Zone: fmt.Sprintf("%x", random)}))
+		if b := <-e.out; b.GetUnasked() {
+			t.Error("a large batch asks for another one")
+		}
+		e.stop()
+	})
+}
+
 // An edge that has a state gets what differs, also what was deleted while it was away.
 func TestWatchAgain(t *testing.T) {
 	h := newHub(Config{})
@@ -134,13 +178,13 @@ func TestBatchesAreShared(t *testing.T) {
 	a, b := watch(t, h, "edge1", services.NewState()), watch(t, h, "edge2", services.NewState())
 	a.pull()
 	b.pull()
-	if a.last != b.last {
+	if !sameMemory(a.last, b.last) {
 		t.Error("two edges without a state get batches of their own")
 	}
 	setEndpoint(t, h, "10.88.1.1", "edge1")
 	a.pull()
 	b.pull()
-	if a.last != b.last {
+	if !sameMemory(a.last, b.last) {
 		t.Error("two edges get batches of their own for one change")
 	}
 	a.wantEqual(h)
@@ -148,6 +192,9 @@ func TestBatchesAreShared(t *testing.T) {
 	a.stop()
 	b.stop()
 }
+
+// sameMemory reports whether two batches share their changes.
+func sameMemory(a, b *pb.Batch) bool { return &a.GetChanges()[0] == &b.GetChanges()[0] }
 
 // A cloud that has just started does not know everything yet: an edge must not delete what it has.
 func TestNothingBeforeSynced(t *testing.T) {

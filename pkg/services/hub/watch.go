@@ -49,10 +49,11 @@ func (s *set) first() int {
 	return -1
 }
 
-// Watch sends batches to one edge until the context of the stream is done. The hub sends a batch only after the edge
-// has asked for it. So an edge that does not ask, or does not read, costs the hub no more than its position, and a note
-// of the Services in Hub.apart that have changed. The first batch comes even if the edge lacks nothing: the batch tells
-// the edge that its state is current. A newer Watch of the same node ends this one at its next batch.
+// Watch sends batches to one edge until the context of the stream is done. Apart from a few small batches (unasked), the
+// hub sends a batch only after the edge has asked for it. So an edge that does not ask, or does not read, costs the hub
+// no more than its position, and a note of the Services in Hub.apart that have changed. The first batch comes even if
+// the edge lacks nothing: the batch tells the edge that its state is current. A newer Watch of the same node ends this
+// one at its next batch.
 func (h *Hub) Watch(node tunnel.NodeName, stream pb.Services_WatchServer) error {
 	asked, err := stream.Recv()
 	if err != nil {
@@ -62,6 +63,7 @@ func (h *Hub) Watch(node tunnel.NodeName, stream pb.Services_WatchServer) error 
 	if err != nil {
 		return status.Error(codes.InvalidArgument, err.Error())
 	}
+	ahead := unasked{heeded: asked.GetUnasked()}
 	ctx := stream.Context()
 	w, err := h.begin(ctx, node, has)
 	if err != nil {
@@ -73,10 +75,14 @@ func (h *Hub) Watch(node tunnel.NodeName, stream pb.Services_WatchServer) error 
 		if err != nil {
 			return err
 		}
+		batch.Unasked = ahead.permits(batch)
 		if err = stream.Send(batch); err != nil {
 			return err
 		}
 		h.sent.Add(uint64(len(batch.GetChanges())))
+		if batch.GetUnasked() {
+			continue
+		}
 		if asked, err = stream.Recv(); err != nil {
 			return err
 		}
@@ -84,6 +90,31 @@ func (h *Hub) Watch(node tunnel.NodeName, stream pb.Services_WatchServer) error 
 			return status.Error(codes.InvalidArgument, "only the first Next has digests: watch again to send others")
 		}
 	}
+}
+
+const (
+	// maxUnasked and maxUnaskedBytes bound the batches after the last Next. A request for each batch would cost more than
+	// most batches do: half of the cloud's processor time, and on the wire some 100 bytes with all headers.
+	maxUnasked      = 16
+	maxUnaskedBytes = 4 << 10
+)
+
+// unasked counts the batches that were sent after the last Next.
+type unasked struct {
+	heeded  bool // the edge heeds Batch.unasked
+	batches int
+	bytes   int
+}
+
+// permits reports whether another batch may follow the batch b without a Next. b is about to be sent.
+func (u *unasked) permits(b *pb.Batch) bool {
+	u.batches++
+	u.bytes += len(b.GetChanges())
+	if u.heeded && !b.GetMore() && u.batches < maxUnasked && u.bytes < maxUnaskedBytes {
+		return true
+	}
+	u.batches, u.bytes = 0, 0
+	return false
 }
 
 // begin waits until the hub knows all objects, and registers a watcher. has are the digests of the items that the edge
@@ -135,11 +166,8 @@ func (h *Hub) next(ctx context.Context, w *watcher) (*pb.Batch, error) {
 			return nil, err
 		case batch != nil:
 			w.started = true
-			encoded := batch.finish(h)
-			if more && !encoded.GetMore() {
-				encoded = &pb.Batch{Changes: encoded.GetChanges(), Deflated: encoded.GetDeflated(), More: true}
-			}
-			return encoded, nil
+			changes, deflated := batch.finish(h)
+			return &pb.Batch{Changes: changes, Deflated: deflated, More: more}, nil
 		}
 		select {
 		case <-changed:
@@ -192,8 +220,8 @@ func (h *Hub) advanceLocked(w *watcher) (b *batch, more bool, err error) {
 	return b, inSeries(), nil
 }
 
-// firstBatch returns a batch with those of w.first that are in buckets below next, or nil if there are none. next is the
-// first bucket that the next batch for all nodes does not complete; -1: it completes all.
+// firstBatch returns a batch with those of w.first that are in buckets below next, or nil if there are none. next is
+// the first bucket that the next batch for all nodes does not complete; -1: it completes all.
 func (w *watcher) firstBatch(next int) *batch {
 	n := slices.IndexFunc(w.first, func(c *change) bool { return next >= 0 && c.bucket >= next })
 	if n < 0 {

@@ -381,7 +381,7 @@ func FuzzBatch(f *testing.F) {
 	f.Fuzz(func(t *testing.T, data []byte, deflated bool) {
 		c := newCloud()
 		go func() { c.batches <- &pb.Batch{Changes: data, Deflated: deflated} }()
-		series, err := receive(stream{c, t.Context()}, 0, 0)
+		series, _, err := receive(stream{c, t.Context()}, 0, 0)
 		if err != nil {
 			return
 		}

@@ -436,6 +436,37 @@ func TestFirstSeriesInParts(t *testing.T) {
 	}
 }
 
+// An edge says that it heeds unasked, and then asks for no batch that comes anyway.
+func TestUnasked(t *testing.T) {
+	c := newCloud()
+	r, _ := newTestRelay(t, new(fake), c)
+	ended := make(chan error, 1)
+	go func() {
+		_, err := r.followOnce(t.Context(), closedFile(r.cfg.File, r.log), make(aside))
+		ended <- err
+	}()
+	if next := <-c.nexts; !next.GetUnasked() {
+		t.Error("the edge does not say that it heeds unasked")
+	}
+	node := func(name string) *pb.Changes {
+		return &pb.Changes{Set: []*pb.Item{{Path: services.NodePath(name)}}}
+	}
+	for _, name := range []string{"a", "b"} {
+		b := batch(t, false, node(name))
+		b.Unasked = true
+		c.batches <- b
+	}
+	c.batches <- batch(t, false, node("c"))
+	if next := <-c.nexts; len(next.GetDigests()) > 0 || next.GetUnasked() {
+		t.Errorf("a later Next is %v", next)
+	}
+	c.failed <- status.Error(codes.Unavailable, "")
+	<-ended
+	if n := len(c.nexts); n > 0 || r.state.Len() != 3 {
+		t.Errorf("the edge asks %d times more, and has %d items", n, r.state.Len())
+	}
+}
+
 // A cloud that sends empty batches without end is left.
 func TestEndlessSeries(t *testing.T) {
 	c := newCloud()
@@ -460,7 +491,7 @@ func TestEndlessSeries(t *testing.T) {
 	} {
 		next.Store(batch(t, true, one))
 		before := sent.Load()
-		if _, err := receive(stream{c, ctx}, 0, 0); err == nil || !strings.Contains(err.Error(), "at once") {
+		if _, _, err := receive(stream{c, ctx}, 0, 0); err == nil || !strings.Contains(err.Error(), "at once") {
 			t.Errorf("%s: %v", name, err)
 		}
 		if n := int(sent.Load()-before-1) * len(one.GetDeleted()); n > 2*maxEntry {
@@ -484,7 +515,7 @@ func TestHostileCloud(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			c := newCloud()
 			go func() { c.batches <- b }()
-			if series, err := receive(stream{c, t.Context()}, 0, 0); err == nil {
+			if series, _, err := receive(stream{c, t.Context()}, 0, 0); err == nil {
 				t.Errorf("the edge takes %d batches", len(series))
 			}
 		})

@@ -98,14 +98,17 @@ func (r *Relay) followOnce(ctx context.Context, f *file, kept aside) (applied bo
 		r.streams = false
 	}()
 	kept.claim(&digests)
-	next := &pb.Next{Digests: digests.Encode()}
-	for {
-		if err := stream.Send(next); err != nil && !errors.Is(err, io.EOF) { // EOF: Recv has the error
-			return applied, err
+	next := &pb.Next{Digests: digests.Encode(), Unasked: true}
+	for unasked := false; ; {
+		if !unasked {
+			if err = stream.Send(next); err != nil && !errors.Is(err, io.EOF) { // EOF: Recv has the error
+				return applied, err
+			}
 		}
 		next = new(pb.Next)
 		bytes, entries := kept.size()
-		series, err := receive(stream, bytes, entries)
+		var series []*pb.Changes
+		series, unasked, err = receive(stream, bytes, entries)
 		if err != nil {
 			if !applied {
 				kept.keep(series)
@@ -122,36 +125,37 @@ func (r *Relay) followOnce(ctx context.Context, f *file, kept aside) (applied bo
 	}
 }
 
-// receive returns the batches of one series. It asks for each batch but the first. size and entries are what was
-// received of the same series before. With an error, receive returns the batches before the error.
-func receive(stream Stream, size, entries int) (series []*pb.Changes, err error) {
+// receive returns the batches of one series. It asks for each batch but the first. unasked says that the next series
+// comes without a request. size and entries are what was received of the same series before. With an error, receive
+// returns the batches before the error.
+func receive(stream Stream, size, entries int) (series []*pb.Changes, unasked bool, err error) {
 	for {
 		batch, err := stream.Recv()
 		if err != nil {
-			return series, err
+			return series, false, err
 		}
 		data := batch.GetChanges()
 		if batch.GetDeflated() {
 			if data, err = inflate(data); err != nil {
-				return series, err
+				return series, false, err
 			}
 		}
 		changes, err := parse(data)
 		if err != nil {
-			return series, err
+			return series, false, err
 		}
 		size += len(data) + batchCost
 		entries += len(changes.GetSet()) + len(changes.GetDeleted()) + len(changes.GetWhole())
 		if size > maxSeries || entries > maxEntry {
-			return nil, fmt.Errorf("the cloud sends more than %d bytes, or %d items, at once: name fewer namespaces in "+
+			return nil, false, fmt.Errorf("the cloud sends more than %d bytes, or %d items, at once: name fewer namespaces in "+
 				"[mode.cloud.services]", maxSeries, maxEntry)
 		}
 		series = append(series, changes)
 		if !batch.GetMore() {
-			return series, nil
+			return series, batch.GetUnasked(), nil
 		}
 		if err := stream.Send(new(pb.Next)); err != nil && !errors.Is(err, io.EOF) {
-			return series, err
+			return series, false, err
 		}
 	}
 }

@@ -30,6 +30,7 @@ type Next struct {
 	// In the first Next: what the edge has, as the digests of its buckets, 8 bytes each, in order. None: the edge has
 	// nothing. In a later Next: none.
 	Digests       []byte `protobuf:"bytes,1,opt,name=digests,proto3" json:"digests,omitempty"`
+	Unasked       bool   `protobuf:"varint,2,opt,name=unasked,proto3" json:"unasked,omitempty"` // in the first Next: the edge heeds Batch.unasked
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -71,12 +72,20 @@ func (x *Next) GetDigests() []byte {
 	return nil
 }
 
+func (x *Next) GetUnasked() bool {
+	if x != nil {
+		return x.Unasked
+	}
+	return false
+}
+
 // Batch is a part of what the edge lacks.
 type Batch struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Changes       []byte                 `protobuf:"bytes,1,opt,name=changes,proto3" json:"changes,omitempty"`    // a Changes, of 64 KiB at most before it is compressed
 	Deflated      bool                   `protobuf:"varint,2,opt,name=deflated,proto3" json:"deflated,omitempty"` // changes is compressed (RFC 1951)
 	More          bool                   `protobuf:"varint,3,opt,name=more,proto3" json:"more,omitempty"`         // the next batch belongs to this one: the edge has a consistent state only after the last
+	Unasked       bool                   `protobuf:"varint,4,opt,name=unasked,proto3" json:"unasked,omitempty"`   // the edge does not ask for the next batch: the cloud sends it anyway
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -128,6 +137,13 @@ func (x *Batch) GetDeflated() bool {
 func (x *Batch) GetMore() bool {
 	if x != nil {
 		return x.More
+	}
+	return false
+}
+
+func (x *Batch) GetUnasked() bool {
+	if x != nil {
+		return x.Unasked
 	}
 	return false
 }
@@ -693,13 +709,15 @@ var File_services_proto protoreflect.FileDescriptor
 
 const file_services_proto_rawDesc = "" +
 	"\n" +
-	"\x0eservices.proto\x12\x12tunnel.services.v1\" \n" +
+	"\x0eservices.proto\x12\x12tunnel.services.v1\":\n" +
 	"\x04Next\x12\x18\n" +
-	"\adigests\x18\x01 \x01(\fR\adigests\"Q\n" +
+	"\adigests\x18\x01 \x01(\fR\adigests\x12\x18\n" +
+	"\aunasked\x18\x02 \x01(\bR\aunasked\"k\n" +
 	"\x05Batch\x12\x18\n" +
 	"\achanges\x18\x01 \x01(\fR\achanges\x12\x1a\n" +
 	"\bdeflated\x18\x02 \x01(\bR\bdeflated\x12\x12\n" +
-	"\x04more\x18\x03 \x01(\bR\x04more\"e\n" +
+	"\x04more\x18\x03 \x01(\bR\x04more\x12\x18\n" +
+	"\aunasked\x18\x04 \x01(\bR\aunasked\"e\n" +
 	"\aChanges\x12*\n" +
 	"\x03set\x18\x01 \x03(\v2\x18.tunnel.services.v1.ItemR\x03set\x12\x18\n" +
 	"\adeleted\x18\x02 \x03(\tR\adeleted\x12\x14\n" +

@@ -31,9 +31,9 @@ const (
 //
 // Services is served on the connection of a session, so that the node is the proven one.
 type ServicesClient interface {
-	// Watch sends the edge all items, and then each change. The edge asks for every batch: its first Next says what it
-	// has, and each later one that it has applied the batch before. So changes wait on the cloud while a link is slow,
-	// and an item that changes twice meanwhile is sent once.
+	// Watch sends the edge all items, and then each change. The edge asks for batches: its first Next says what it has,
+	// and each later one that it has applied the batches before. So changes wait on the cloud while a link is slow, and
+	// an item that changes twice meanwhile is sent once.
 	Watch(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[Next, Batch], error)
 }
 
@@ -64,9 +64,9 @@ type Services_WatchClient = grpc.BidiStreamingClient[Next, Batch]
 //
 // Services is served on the connection of a session, so that the node is the proven one.
 type ServicesServer interface {
-	// Watch sends the edge all items, and then each change. The edge asks for every batch: its first Next says what it
-	// has, and each later one that it has applied the batch before. So changes wait on the cloud while a link is slow,
-	// and an item that changes twice meanwhile is sent once.
+	// Watch sends the edge all items, and then each change. The edge asks for batches: its first Next says what it has,
+	// and each later one that it has applied the batches before. So changes wait on the cloud while a link is slow, and
+	// an item that changes twice meanwhile is sent once.
 	Watch(grpc.BidiStreamingServer[Next, Batch]) error
 	mustEmbedUnimplementedServicesServer()
 }
