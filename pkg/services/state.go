@@ -52,7 +52,7 @@ func NewState() *State {
 	}
 }
 
-// Difference is what a call of Apply has changed.
+// Difference is what a call of Apply has changed. No path is both set and deleted.
 type Difference struct {
 	Set     []*pb.Item
 	Deleted []Path
@@ -103,6 +103,7 @@ func (s *State) Apply(series ...*pb.Changes) (d Difference, err error) {
 		}
 	}
 	if !some {
+		d.settle(s)
 		return d, errors.Join(errs...) // a change of one item looks at no other
 	}
 	sweep := func(p Path) {
@@ -116,7 +117,18 @@ func (s *State) Apply(series ...*pb.Changes) (d Difference, err error) {
 	for p := range s.leftOut {
 		sweep(p)
 	}
+	d.settle(s)
 	return d, errors.Join(errs...)
+}
+
+// settle leaves what holds at the end of a series, since one batch may set what a later one deletes, or the other way
+// round. s is the state at the end.
+func (d *Difference) settle(s *State) {
+	if len(d.Deleted) == 0 {
+		return
+	}
+	d.Set = slices.DeleteFunc(d.Set, func(item *pb.Item) bool { return !s.knows(item.GetPath()) })
+	d.Deleted = slices.DeleteFunc(d.Deleted, s.knows)
 }
 
 // knows reports whether there is an item with a path, also one that is left out.

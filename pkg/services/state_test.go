@@ -92,6 +92,27 @@ func TestWholeBuckets(t *testing.T) {
 	}
 }
 
+// What one batch of a series sets and another one deletes is set or deleted, as at the end, and not both.
+func TestDifferenceIsThatOfTheSeries(t *testing.T) {
+	s := NewState()
+	comes, goes, stays := item(t, NodePath("a"), &Node{}), item(t, NodePath("b"), &Node{}), item(t, NodePath("c"), &Node{})
+	if _, err := s.Apply(&pb.Changes{Set: []*pb.Item{goes, stays}}); err != nil {
+		t.Fatal(err)
+	}
+	again := item(t, NodePath("c"), &Node{Zone: "z"})
+	d, err := s.Apply(
+		&pb.Changes{Set: []*pb.Item{comes, item(t, NodePath("b"), &Node{Zone: "z"})}, Deleted: []string{stays.GetPath()}},
+		&pb.Changes{Set: []*pb.Item{again}, Deleted: []string{goes.GetPath(), comes.GetPath()}},
+	)
+	if err != nil || len(d.Set) != 1 || d.Set[0] != again || slices.Contains(d.Deleted, stays.GetPath()) ||
+		!slices.Contains(d.Deleted, goes.GetPath()) {
+		t.Errorf("set %v, deleted %v, %v", d.Set, d.Deleted, err)
+	}
+	if s.Len() != 1 || s.Node("c").GetZone() != "z" {
+		t.Errorf("%d items are left", s.Len())
+	}
+}
+
 // The digests depend on what the items are, and not on the way to them.
 func TestDigestsDependOnTheItemsAlone(t *testing.T) {
 	items := make([]*pb.Item, 0, 500)

@@ -12,8 +12,10 @@ import (
 //   - Only callers on the node of an endpoint may use the endpoint (NodeLocal). A node needs its own endpoints. So that
 //     Choice.Anywhere stays true, each node also gets one usable endpoint of each port.
 //   - All ready endpoints have hints, for example by trafficDistribution. A node needs its own endpoints, and those
-//     with a hint for it, or else for its zone. The node needs all endpoints if no ready endpoint of a port has such a
-//     hint. Of its zone, it also needs those that are not ready and still serve, for flows of UDP (Serving).
+//     with a hint for it, or else for its zone. The node needs all endpoints if for some port, no ready endpoint has
+//     such a hint. Of its zone, it also needs those that are not ready and still serve, for flows of UDP (Serving).
+//
+// While no endpoint is usable, a node needs its own endpoints.
 //
 // So that a View stays cheap, a Service has one list for all nodes if it has too many ports and endpoints.
 //
@@ -22,13 +24,13 @@ type View struct {
 	all   []int            // of all endpoints
 	local bool             // a node needs those in nodes and in some
 	some  []int            // with local: a usable endpoint of each port that has one
-	near  map[string]set   // the nodes that need only those in nodes
+	near  map[string]set   // its keys are the nodes that need only those in nodes
 	zones map[string][]int // what the nodes of a zone need beside those in nodes
 	nodes map[string][]int // the endpoints on a node, or with a hint for it
 }
 
 // maxView is the most ports times endpoints of a Service with several lists.
-const maxView = 10_000
+const maxView = 5_000
 
 // set is a set of addresses of endpoints.
 type set map[string]struct{}
@@ -46,7 +48,7 @@ func ViewOf(svc *Service, endpoints []Named) *View {
 		return v
 	}
 	usable := usableOf(svc, endpoints)
-	v.local = NodeLocal(svc)
+	v.local = NodeLocal(svc) || len(usable) == 0
 	var zones map[string]set
 	if !v.local && !slices.ContainsFunc(usable, hintsMissing) {
 		zones = inAll(usable, (*Endpoint).GetZoneHints)

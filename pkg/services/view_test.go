@@ -143,7 +143,7 @@ func TestView(t *testing.T) {
 
 // A Service with very many ports and endpoints is not worth a view for each zone.
 func TestViewOfLargeService(t *testing.T) {
-	for ports, narrow := range map[int]bool{10: true, 11: false} {
+	for ports, narrow := range map[int]bool{5: true, 6: false} {
 		svc := &services.Service{ClusterIps: []string{"10.96.0.1"}, InternalLocal: true}
 		for i := range ports {
 			svc.Ports = append(svc.Ports, &services.Port{Name: strconv.Itoa(i), Protocol: "TCP", Port: uint32(i + 1)})

@@ -18,6 +18,12 @@ import (
 // a user who changes the hints of one endpoint again and again would have all endpoints sent to all nodes each time.
 const widePause = 5 * time.Minute
 
+// pause is the time for which a Service is not put apart again.
+type pause struct {
+	service services.Path
+	until   time.Time
+}
+
 // group has the endpoints of a Service.
 type group struct {
 	endpoints map[services.Path]*change // of each, the newest change
@@ -106,7 +112,7 @@ func compare(old, now need) iter.Seq2[*change, *change] {
 
 // own is what the hub keeps for one Watch about Services in Hub.apart. Hub.mu guards it.
 //
-// The edge has what its node needed when differenceLocked last compared, once it has the series that is being sent.
+// Once the edge has the series that is being sent, it has what its node needed at the last call of differenceLocked.
 type own struct {
 	self  services.Self // as it was then
 	moved bool          // the Node of self has changed since
@@ -174,18 +180,21 @@ func (h *Hub) takeLocked(of, p services.Path) {
 }
 
 // settleLocked looks at the Services that have changed, and keeps those apart of which some nodes need only some
-// endpoints. The caller holds mu.
+// endpoints. A Service that is paused is not put apart; settleLocked looks at it again after the pause, once something
+// has changed. The caller holds mu.
 func (h *Hub) settleLocked() {
+	for len(h.pauses) > 0 && !time.Now().Before(h.pauses[0].until) {
+		path := h.pauses[0].service
+		h.pauses = h.pauses[1:]
+		delete(h.paused, path)
+		h.unsettled[path] = struct{}{}
+	}
 	for path := range h.unsettled {
 		was := h.apart[path]
-		if at, widened := h.widened[path]; widened && was == nil {
-			if time.Since(at) < widePause && h.itemLocked(path) != nil {
-				continue
-			}
-			delete(h.widened, path)
+		var now *apart
+		if _, paused := h.paused[path]; !paused {
+			now = h.viewLocked(path, was != nil)
 		}
-		delete(h.unsettled, path)
-		now := h.apartLocked(path)
 		if was == nil && now == nil {
 			continue
 		}
@@ -193,16 +202,21 @@ func (h *Hub) settleLocked() {
 			w.note(path, was)
 		}
 		if now != nil {
+			h.separateLocked(path, now)
 			h.apart[path] = now
 			continue
 		}
 		delete(h.apart, path)
-		h.widened[path] = time.Now()
-		h.unsettled[path] = struct{}{}
+		if len(h.groups[path].all()) == 0 {
+			continue
+		}
+		h.paused[path] = struct{}{}
+		h.pauses = append(h.pauses, pause{path, time.Now().Add(widePause)})
 		for p, c := range h.groups[path].all() {
 			h.shareLocked(path, p, c.value)
 		}
 	}
+	clear(h.unsettled)
 }
 
 // The fields that make a view narrow.
@@ -212,11 +226,11 @@ const (
 	fieldEndpointNodeHints    protowire.Number = 8
 )
 
-// apartLocked returns the endpoints of a Service whose view is narrow. They are for all nodes no more. apartLocked
-// returns nil if all nodes need all endpoints. The caller holds mu.
-func (h *Hub) apartLocked(path services.Path) *apart {
+// viewLocked returns the endpoints of a Service whose view is narrow, or nil if all nodes need all endpoints. was says
+// that the view was narrow before. The caller holds mu.
+func (h *Hub) viewLocked(path services.Path, was bool) *apart {
 	item, g := h.itemLocked(path), h.groups[path]
-	if item == nil || g == nil || g.hinted == 0 && !hasField(item.value, fieldServiceInternalLocal) {
+	if item == nil || g == nil || !was && g.hinted == 0 && !hasField(item.value, fieldServiceInternalLocal) {
 		return nil
 	}
 	service := new(services.Service)
@@ -236,6 +250,12 @@ func (h *Hub) apartLocked(path services.Path) *apart {
 	if a.view = services.ViewOf(service, endpoints); !a.view.Narrow() {
 		return nil
 	}
+	return a
+}
+
+// separateLocked takes the endpoints of a, which are those of a Service, from the items for all nodes. The caller holds
+// mu.
+func (h *Hub) separateLocked(path services.Path, a *apart) {
 	for i, c := range a.endpoints {
 		if !c.isApart() {
 			h.withdrawLocked(c)
@@ -243,7 +263,6 @@ func (h *Hub) apartLocked(path services.Path) *apart {
 			h.putLocked(path, a.endpoints[i])
 		}
 	}
-	return a
 }
 
 // hasField reports whether an encoded message has one of the fields.

@@ -218,11 +218,18 @@ func TestBucketsThatArriveAreWhole(t *testing.T) {
 			h.Set(p, marshal(t, &e))
 		}
 	}
-	want, items := needs(h, "edge-007")
-	if items > 4000 {
+	for node, most := range map[tunnel.NodeName]int{"edge-007": 4000, "a node without a zone": 12000} {
+		t.Run(string(node), func(t *testing.T) { arriveWhole(t, h, node, most) })
+	}
+}
+
+// arriveWhole has an edge get its first series, of up to most items.
+func arriveWhole(t *testing.T, h *Hub, node tunnel.NodeName, most int) {
+	want, items := needs(h, node)
+	if items > most {
 		t.Fatalf("the node needs %d items", items)
 	}
-	e := watch(t, h, "edge-007", services.NewState())
+	e := watch(t, h, node, services.NewState())
 	var got services.Digests
 	var whole []uint32
 	for batches := 1; ; batches++ {
@@ -240,7 +247,7 @@ func TestBucketsThatArriveAreWhole(t *testing.T) {
 		if !b.GetMore() {
 			break
 		}
-		if batches >= 5 && len(whole) < 2 {
+		if batches >= 3 && len(whole) < 2 {
 			t.Fatal("no bucket has arrived with the first batches")
 		}
 		for _, bucket := range whole[:max(0, len(whole)-1)] {
@@ -296,6 +303,30 @@ func TestChangesOfViewDuringASeries(t *testing.T) {
 			e.stop()
 		})
 	}
+}
+
+// While no endpoint is ready, a node has its own, and it gets the others no sooner than it needs them.
+func TestNoneIsReady(t *testing.T) {
+	h := newHub(Config{})
+	setWeb(t, h, false)
+	setNode(t, h, "edge0", "a")
+	for i, zone := range []string{"a", "b", "c"} {
+		hinted(t, h, fmt.Sprintf("10.88.%d.1", i), "edge"+strconv.Itoa(i), zone, true)
+	}
+	h.Synced()
+	e := watch(t, h, "edge0", services.NewState())
+	e.pull()
+	e.wantAddresses("10.88.0.1")
+	for range 2 {
+		for _, ready := range []bool{false, true} {
+			for i, zone := range []string{"c", "b", "a"} { // the endpoint of the node's zone changes last
+				hinted(t, h, fmt.Sprintf("10.88.%d.1", 2-i), "edge"+strconv.Itoa(2-i), zone, ready)
+			}
+			e.pull()
+			e.wantAddresses("10.88.0.1")
+		}
+	}
+	e.stop()
 }
 
 // needs returns what a node needs now.

@@ -19,7 +19,7 @@ const (
 	minDeflate = 256
 )
 
-// batch is a batch for all edges with the same position.
+// batch is a batch for all edges with the same position, or for one edge.
 type batch struct {
 	behind position // set once: the position of an edge that has got the batch
 
@@ -75,8 +75,7 @@ func (h *Hub) batchLocked(at position) *batch {
 	return b
 }
 
-// fillBucketsLocked fills a batch with whole buckets. The next series has the changes that came after this series
-// began. The caller holds mu.
+// fillBucketsLocked fills a batch with whole buckets. The caller holds mu.
 func (h *Hub) fillBucketsLocked(b *batch) {
 	at := &b.behind
 	for n := at.buckets.first(); n >= 0; n = at.buckets.first() {

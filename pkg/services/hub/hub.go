@@ -27,7 +27,6 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
-	"time"
 
 	"google.golang.org/protobuf/encoding/protowire"
 
@@ -68,16 +67,17 @@ type Hub struct {
 	items   int
 	// joined are the nodes whose edges serve Services, connected or not. Until all objects are known, joined may also have
 	// nodes without a Node.
-	joined map[tunnel.NodeName]bool
-	index  *index                   // for Endpoints; nil: not kept
-	groups map[services.Path]*group // the endpoints of each Service that has any
-	apart  map[services.Path]*apart // the Services of which some nodes need only some endpoints
-	// widened says when a Service left apart. It stays out for widePause.
-	widened   map[services.Path]time.Time
+	joined    map[tunnel.NodeName]bool
+	index     *index                     // for Endpoints; nil: not kept
+	groups    map[services.Path]*group   // the endpoints of each Service that has any
+	apart     map[services.Path]*apart   // the Services of which some nodes need only some endpoints
 	unsettled map[services.Path]struct{} // the Services that settleLocked must look at
-	synced    bool                       // all objects are known
-	named     bool                       // NodesKnown was called, or is not awaited
-	ready     bool                       // synced and named: edges are served
+	// paused are the Services that have left apart within widePause. pauses has them, the oldest first.
+	paused map[services.Path]struct{}
+	pauses []pause
+	synced bool // all objects are known
+	named  bool // NodesKnown was called, or is not awaited
+	ready  bool // synced and named: edges are served
 
 	// changes are the newest change of each path, and superseded changes that are not removed yet, sorted by seq.
 	changes    []*change
@@ -116,7 +116,7 @@ func New(cfg Config) *Hub {
 		named: !cfg.AwaitNodes, served: make(chan struct{}), stopped: make(chan struct{}),
 		deleted: make(map[services.Path]*change), watchers: make(map[tunnel.NodeName]*watcher),
 		groups: make(map[services.Path]*group), apart: make(map[services.Path]*apart),
-		widened: make(map[services.Path]time.Time), unsettled: make(map[services.Path]struct{}),
+		paused: make(map[services.Path]struct{}), unsettled: make(map[services.Path]struct{}),
 	}
 	if cfg.Domain != "" {
 		h.index = newIndex()
@@ -238,7 +238,6 @@ func (h *Hub) Delete(p services.Path) {
 	}
 	if service := cmp.Or(of, p); h.itemLocked(service) == nil && h.groups[service] == nil && h.apart[service] == nil {
 		delete(h.unsettled, service) // nothing is left that could be put apart
-		delete(h.widened, service)
 	}
 }
 

@@ -19,6 +19,7 @@ type watcher struct {
 	position
 	own
 	whole    bool          // a series of whole buckets is under way; guarded by Hub.mu
+	part     int           // in such a series: buckets below are being sent; guarded by Hub.mu
 	started  bool          // the edge has got a batch; owned by the goroutine of Watch
 	replaced chan struct{} // closed by a newer Watch of the node, never sent to
 }
@@ -28,7 +29,7 @@ type position struct {
 	buckets set           // the buckets that the hub must still send whole; empty: changes are next
 	after   services.Path // the last item of the first of these buckets that was sent; "": none was sent
 	cursor  uint64        // the seq of the last change that was sent
-	goal    uint64        // the seq of the change that ends the series of batches; equal to cursor: no series has begun
+	goal    uint64        // the seq of the last change of the series
 }
 
 // set is a set of buckets, with one bit for each bucket.
@@ -38,6 +39,24 @@ func (s *set) add(b int)    { s[b/64] |= 1 << (b % 64) }
 func (s *set) remove(b int) { s[b/64] &^= 1 << (b % 64) }
 
 func (s *set) has(b int) bool { return s[b/64]>>(b%64)&1 != 0 }
+
+// cut removes all buckets from n on, and returns them.
+func (s *set) cut(n int) (from set) {
+	for b := n; b < services.Buckets; b++ {
+		if s.has(b) {
+			s.remove(b)
+			from.add(b)
+		}
+	}
+	return from
+}
+
+// join adds the buckets of another set.
+func (s *set) join(other set) {
+	for i, word := range other {
+		s[i] |= word
+	}
+}
 
 // first returns the lowest bucket of s; -1: s is empty.
 func (s *set) first() int {
@@ -49,7 +68,7 @@ func (s *set) first() int {
 	return -1
 }
 
-// Watch sends batches to one edge until the context of the stream is done. Apart from a few small batches (unasked), the
+// Watch sends batches to one edge until the context of the stream is done. Apart from a few small ones (unasked), the
 // hub sends a batch only after the edge has asked for it. So an edge that does not ask, or does not read, costs the hub
 // no more than its position, and a note of the Services in Hub.apart that have changed. The first batch comes even if
 // the edge lacks nothing: the batch tells the edge that its state is current. A newer Watch of the same node ends this
@@ -206,11 +225,19 @@ func (h *Hub) advanceLocked(w *watcher) (b *batch, more bool, err error) {
 		b, w.last = ownBatch(w.last)
 		return b, inSeries(), nil
 	}
-	b = h.batchLocked(w.position)
-	if first := w.firstBatch(b.behind.buckets.first()); first != nil {
-		return first, true, nil
+	at := w.position
+	if w.whole {
+		if b = w.firstBatch(); b != nil {
+			return b, true, nil
+		}
+		later := at.buckets.cut(w.part)
+		b = h.batchLocked(at)
+		w.position = b.behind
+		w.buckets.join(later)
+	} else {
+		b = h.batchLocked(at)
+		w.position = b.behind
 	}
-	w.position = b.behind
 	if w.whole && w.buckets == (set{}) {
 		// The edge has each bucket as it was at some time of the series. The series ends with what has changed meanwhile:
 		// otherwise an endpoint could be missing whose Service was put apart before its bucket was sent.
@@ -220,10 +247,21 @@ func (h *Hub) advanceLocked(w *watcher) (b *batch, more bool, err error) {
 	return b, inSeries(), nil
 }
 
-// firstBatch returns a batch with those of w.first that are in buckets below next, or nil if there are none. next is
-// the first bucket that the next batch for all nodes does not complete; -1: it completes all.
-func (w *watcher) firstBatch(next int) *batch {
-	n := slices.IndexFunc(w.first, func(c *change) bool { return next >= 0 && c.bucket >= next })
+// firstBatch returns a batch with endpoints of w.first that come next, or nil if batches for all nodes come next. It
+// divides the buckets into parts, each with endpoints for about one batch: so a part arrives whole soon, and not only
+// after the endpoints of all buckets.
+func (w *watcher) firstBatch() *batch {
+	if next := w.buckets.first(); next >= w.part {
+		w.part = services.Buckets
+		size := 0
+		for _, c := range w.first {
+			if size += len(c.path) + len(c.value); size > maxChanges && c.bucket > next {
+				w.part = c.bucket
+				break
+			}
+		}
+	}
+	n := slices.IndexFunc(w.first, func(c *change) bool { return c.bucket >= w.part })
 	if n < 0 {
 		n = len(w.first)
 	}
