@@ -50,25 +50,29 @@ func (w *cloudWiring) tell() auth.TellEdges {
 	if servers := w.doors.servers.Load(); servers != nil {
 		t.Servers = *servers
 	}
-	t.CloudCAs = w.readToTell(w.conf.Join.CloudCA, func(text []byte) error {
-		_, err := auth.ParseCloudCAs(text)
-		return err
+	t.CloudCAs = w.readToTell(w.conf.Join.CloudCA, func(text []byte) ([]byte, error) {
+		cas, err := auth.ParseCloudCAs(text)
+		if err != nil {
+			return nil, err
+		}
+		return cas.PEM(), nil
 	})
-	t.NodeCAs = w.readToTell(w.conf.Join.CA, func(text []byte) error {
-		_, err := auth.ParseNodeCAs(text)
-		return err
+	t.NodeCAs = w.readToTell(w.conf.Join.CA, func(text []byte) ([]byte, error) {
+		cas, err := auth.ParseNodeCAs(text)
+		return cas.PEM(), err
 	})
 	return t
 }
 
-// readToTell reads a file of CAs for edges. Without a file, or if an edge would not accept it, readToTell returns nil.
-func (w *cloudWiring) readToTell(file string, check func([]byte) error) []byte {
+// readToTell reads the CAs of a file for edges. The file may also have a key, so only what parse returns is told.
+// Without a file, or if an edge would not accept it, readToTell returns nil.
+func (w *cloudWiring) readToTell(file string, parse func([]byte) ([]byte, error)) []byte {
 	if file == "" {
 		return nil
 	}
 	text, err := os.ReadFile(file)
 	if err == nil {
-		err = check(text)
+		text, err = parse(text)
 	}
 	if err != nil {
 		w.log.Error("edges are not told the CAs of a file", "target", file, "err", err)
@@ -126,6 +130,9 @@ func (w *edgeWiring) held() api.Held {
 	if w.told != nil {
 		for _, ca := range w.told.Trusted() {
 			h.CloudCAs = append(h.CloudCAs, describeCA(ca))
+		}
+		for _, ca := range w.told.NodeCAs() {
+			h.NodeCAs = append(h.NodeCAs, describeCA(ca))
 		}
 		return h
 	}

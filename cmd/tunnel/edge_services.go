@@ -7,6 +7,7 @@ import (
 	"net"
 	"net/http"
 	"net/netip"
+	"time"
 
 	mdns "github.com/miekg/dns"
 
@@ -71,7 +72,7 @@ func (w *edgeWiring) newNear(edge *relay.Edge) error {
 
 // verifyTold returns the node of a certificate chain that a CA has signed which the cloud has told.
 func (w *edgeWiring) verifyTold(chain []*x509.Certificate) (tunnel.NodeName, error) {
-	pool, known := w.told.NodeCAs()
+	pool, known := w.told.NodeRoots()
 	if !known {
 		return "", errNodeCAsUnknown
 	}
@@ -81,14 +82,17 @@ func (w *edgeWiring) verifyTold(chain []*x509.Certificate) (tunnel.NodeName, err
 var errNodeCAsUnknown = errors.New("the cloud tells the CAs of nodes with each new certificate, and has told none " +
 	"yet: run tunnel cert renew; if the cloud is of an older version, set nearca in [mode.edge.services]")
 
+// learnTime is the time in which the edges of a site renew their certificates, so that they do not all ask at once.
+const learnTime = 10 * time.Second
+
 // learnNodeCAs makes the edge renew its certificate soon, if it needs the CAs of nodes and the cloud has not told them.
 func (w *edgeWiring) learnNodeCAs() {
 	if w.near == nil || w.conf.Services.NearCA != "" {
 		return
 	}
-	if _, known := w.told.NodeCAs(); !known {
+	if _, known := w.told.NodeRoots(); !known {
 		w.log.Info("the edge renews its certificate, because the cloud then tells the CAs of nodes")
-		w.renewal.Soon(0)
+		w.renewal.Soon(learnTime)
 	}
 }
 

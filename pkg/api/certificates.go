@@ -43,7 +43,7 @@ type Held struct {
 	// CloudCAs are the CAs by which edges verify the cloud. A cloud lists the CAs that it tells its edges; an edge lists
 	// the CAs that it trusts.
 	CloudCAs []Certificate `json:"cloud_cas,omitempty"`
-	// NodeCAs are the CAs by which a cloud verifies its nodes.
+	// NodeCAs are the CAs by which a cloud verifies its nodes. An edge lists those that its cloud has told.
 	NodeCAs []Certificate `json:"node_cas,omitempty"`
 	// Signer says who signs certificates of nodes: the name of one of NodeCAs, or a signer of Kubernetes.
 	Signer string `json:"signer,omitempty"`

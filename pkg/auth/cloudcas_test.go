@@ -285,7 +285,7 @@ func TestToldNodeCAs(t *testing.T) {
 	a, nodes, next := newCA(t), newCA(t), newCA(t)
 	told, _ := toldOf(t, dir, a)
 	verifies := func(ca *CA) bool {
-		pool, _ := told.NodeCAs()
+		pool, _ := told.NodeRoots()
 		text, _, err := ca.Issue(Leaf{CommonName: "tunnel:node:edge1", Organization: []string{"tunnel:nodes"}, Client: true})
 		if err != nil {
 			t.Fatal(err)
@@ -293,7 +293,7 @@ func TestToldNodeCAs(t *testing.T) {
 		_, err = VerifyNode(must(ParseCertificates(text)), pool)
 		return err == nil
 	}
-	if _, known := told.NodeCAs(); known || verifies(nodes) {
+	if _, known := told.NodeRoots(); known || verifies(nodes) {
 		t.Error("an edge that was told nothing knows CAs of nodes")
 	}
 	if is, err := told.Take(TellEdges{NodeCAs: nodes.CertPEM()}, nil, true); is != (Taken{NodeCAs: true}) || err != nil {
@@ -303,10 +303,10 @@ func TestToldNodeCAs(t *testing.T) {
 		t.Errorf("the same again: %+v, %v", is, err)
 	}
 	told, _ = toldOf(t, dir, a)
-	if _, known := told.NodeCAs(); !known || !verifies(nodes) || verifies(next) {
+	if _, known := told.NodeRoots(); !known || !verifies(nodes) || verifies(next) {
 		t.Error("after a restart, the edge verifies other nodes")
 	}
-	both := append(nodes.CertPEM(), next.CertPEM()...)
+	both := append(append(nodes.CertPEM(), nodes.KeyPEM()...), next.CertPEM()...)
 	if is, err := told.Take(TellEdges{NodeCAs: both}, nil, true); is != (Taken{NodeCAs: true}) || err != nil {
 		t.Errorf("another CA: %+v, %v", is, err)
 	}
@@ -316,12 +316,15 @@ func TestToldNodeCAs(t *testing.T) {
 	if !verifies(nodes) || !verifies(next) {
 		t.Error("the edge does not verify nodes of both CAs")
 	}
+	if text, err := os.ReadFile(filepath.Join(dir, "cloud.json")); err != nil || strings.Contains(string(text), "KEY") {
+		t.Errorf("the file has a key: %v", err)
+	}
 	if err := os.WriteFile(filepath.Join(dir, "ca.crt"), next.CertPEM(), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	told.Roots(1)
 	told.Roots(2)
-	if _, known := told.NodeCAs(); known || verifies(nodes) {
+	if _, known := told.NodeRoots(); known || verifies(nodes) {
 		t.Error("with another cloud in the configuration, the old CAs of nodes count")
 	}
 }
@@ -360,6 +363,33 @@ func TestToldGarbage(t *testing.T) {
 	}
 }
 
+// An edge whose configuration has many CAs, such as those of its system, keeps what the cloud tells.
+func TestToldWithManyCAs(t *testing.T) {
+	dir := t.TempDir()
+	a := newCA(t)
+	told, _ := toldOf(t, dir, a)
+	all := a.CertPEM()
+	for range maxCloudCAs {
+		all = append(all, newCA(t).CertPEM()...)
+	}
+	if err := os.WriteFile(filepath.Join(dir, "ca.crt"), all, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	told.Roots(1)
+	told.Roots(2)
+	tell := TellEdges{Servers: []string{"new:9000"}, NodeCAs: newCA(t).CertPEM()}
+	if is, err := told.Take(tell, cloudOf(t, a), true); is != (Taken{Servers: true, NodeCAs: true}) || err != nil {
+		t.Fatalf("%+v, %v", is, err)
+	}
+	log, lines := testkit.NewLog()
+	again, err := NewTold(ToldConfig{
+		File: filepath.Join(dir, "cloud.json"), CA: filepath.Join(dir, "ca.crt"), Host: "cloud", Log: log,
+	})
+	if err != nil || len(again.NodeCAs()) != 1 || len(serversOf(again)) != 1 || len(again.IDs()) != maxCloudCAs+1 {
+		t.Errorf("after a restart: %v\n%s", err, lines)
+	}
+}
+
 // A file that cannot be written changes nothing. A file that cannot be read counts as none.
 func TestToldFile(t *testing.T) {
 	dir := t.TempDir()
@@ -374,7 +404,7 @@ func TestToldFile(t *testing.T) {
 	tell := TellEdges{
 		CloudCAs: succeed(t, only(a), a, newCA(t)).PEM(), Servers: []string{"new:9000"}, NodeCAs: newCA(t).CertPEM(),
 	}
-	_, known := told.NodeCAs()
+	_, known := told.NodeRoots()
 	if is, err := told.Take(tell, cloudOf(t, a), true); is != (Taken{}) || err == nil || len(told.IDs()) != 1 || known {
 		t.Errorf("%+v, %v, %v, CAs of nodes %t", is, err, told.IDs(), known)
 	}

@@ -56,7 +56,7 @@ type Told struct {
 // toldFile is the content of the file.
 type toldFile struct {
 	Base    string   `json:"base"` // SHA-256 of the CAs in the configuration, when the edge accepted CAs
-	CAs     string   `json:"cas"`  // PEM
+	CAs     string   `json:"cas"`  // PEM; empty: the CAs of the configuration
 	Servers []string `json:"servers,omitempty"`
 	// TakenBack is true if the cloud has withdrawn Servers while the edge reached the cloud only by them.
 	TakenBack bool   `json:"taken_back,omitempty"`
@@ -106,8 +106,10 @@ func parseTold(text []byte) (toldFile, error) {
 	if err := json.Unmarshal(text, &content); err != nil {
 		return toldFile{}, err
 	}
-	if _, err := ParseCloudCAs([]byte(content.CAs)); err != nil {
-		return toldFile{}, err
+	if content.CAs != "" {
+		if _, err := ParseCloudCAs([]byte(content.CAs)); err != nil {
+			return toldFile{}, err
+		}
 	}
 	if err := checkServers(content.Servers); err != nil {
 		return toldFile{}, err
@@ -120,9 +122,12 @@ func parseTold(text []byte) (toldFile, error) {
 	return content, nil
 }
 
-// ParseNodeCAs reads the CAs that sign the certificates of nodes, in PEM. It returns an error if text holds no CA, or
-// more than an edge accepts.
-func ParseNodeCAs(text []byte) ([]*x509.Certificate, error) {
+// NodeCAs are the CAs that sign the certificates of nodes.
+type NodeCAs []*x509.Certificate
+
+// ParseNodeCAs reads NodeCAs in PEM. It skips blocks of other types, such as keys. It returns an error if text holds no
+// CA, or more than an edge accepts.
+func ParseNodeCAs(text []byte) (NodeCAs, error) {
 	if len(text) > maxCloudCAsText {
 		return nil, fmt.Errorf("the CAs of nodes are %d bytes long; %d are allowed", len(text), maxCloudCAsText)
 	}
@@ -136,6 +141,15 @@ func ParseNodeCAs(text []byte) ([]*x509.Certificate, error) {
 		return nil, fmt.Errorf("the CAs of nodes: there are more than %d", maxCloudCAs)
 	}
 	return cas, nil
+}
+
+// PEM returns the CAs in PEM, and nothing else.
+func (n NodeCAs) PEM() []byte {
+	var text []byte
+	for _, ca := range n {
+		text = append(text, encodePEM("CERTIFICATE", ca.Raw)...)
+	}
+	return text
 }
 
 // checkServers returns an error for addresses that an edge does not accept. An edge accepts no URL from a cloud: by a
@@ -166,28 +180,43 @@ func (t *Told) readBase() error {
 	}
 	t.base, t.cas = &CloudCAs{cas: all}, nil
 	if t.content.Base == t.base.sum() {
-		t.cas, _ = ParseCloudCAs([]byte(t.content.CAs)) // never fails: parseTold has parsed it before
+		if t.cas = t.base; t.content.CAs != "" {
+			t.cas, _ = ParseCloudCAs([]byte(t.content.CAs)) // never fails: parseTold has parsed it before
+		}
 	}
 	t.pool = t.trustedLocked().Pool()
 	t.nodes = t.nodePoolLocked()
 	return nil
 }
 
-// nodePoolLocked returns the CAs that sign the certificates of nodes. The caller holds mu, or nobody else has t yet.
+// nodeCAsLocked returns the CAs that sign the certificates of nodes; none: the cloud has not told them. The caller
+// holds mu, or nobody else has t yet.
+func (t *Told) nodeCAsLocked() NodeCAs {
+	if t.cas == nil || t.content.NodeCAs == "" {
+		return nil
+	}
+	cas, _ := ParseNodeCAs([]byte(t.content.NodeCAs)) // never fails: it has been parsed before
+	return cas
+}
+
+// nodePoolLocked returns the same as roots.
 func (t *Told) nodePoolLocked() *x509.CertPool {
 	pool := x509.NewCertPool() // nil would stand for the CAs of the system
-	if t.cas != nil && t.content.NodeCAs != "" {
-		cas, _ := ParseNodeCAs([]byte(t.content.NodeCAs)) // never fails: it has been parsed before
-		for _, ca := range cas {
-			pool.AddCert(ca)
-		}
+	for _, ca := range t.nodeCAsLocked() {
+		pool.AddCert(ca)
 	}
 	return pool
 }
 
-// NodeCAs returns the CAs that sign the certificates of nodes, as the cloud has told. known is false if it has told
-// none; pool is empty then.
-func (t *Told) NodeCAs() (pool *x509.CertPool, known bool) {
+// NodeCAs returns the CAs that sign the certificates of nodes, as the cloud has told; none: it has told none.
+func (t *Told) NodeCAs() NodeCAs {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.nodeCAsLocked()
+}
+
+// NodeRoots returns NodeCAs as roots. known is false if there are none.
+func (t *Told) NodeRoots() (pool *x509.CertPool, known bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	return t.nodes, t.cas != nil && t.content.NodeCAs != ""
@@ -286,15 +315,19 @@ func (t *Told) Take(told TellEdges, chain []*x509.Certificate, asConfigured bool
 		next.Servers, next.TakenBack = slices.Clone(told.Servers), false
 	}
 	if len(told.NodeCAs) > 0 {
-		if _, bad := ParseNodeCAs(told.NodeCAs); bad != nil {
+		if cas, bad := ParseNodeCAs(told.NodeCAs); bad != nil {
 			t.log.Warn("the edge does not take the CAs of nodes that the cloud tells; they stay as they were", "err", bad)
 		} else {
-			is.NodeCAs = next.NodeCAs != string(told.NodeCAs)
-			next.NodeCAs = string(told.NodeCAs)
+			text := string(cas.PEM())
+			is.NodeCAs = next.NodeCAs != text
+			next.NodeCAs = text
 		}
 	}
 	if is != (Taken{}) {
-		next.Base, next.CAs = t.base.sum(), string(trusted.PEM())
+		next.Base, next.CAs = t.base.sum(), ""
+		if !trusted.Equal(t.base) {
+			next.CAs = string(trusted.PEM())
+		}
 		if err = writeTold(t.file, next); err != nil {
 			return Taken{}, err
 		}
