@@ -122,10 +122,13 @@ func (o *reachStream) accept(ctx context.Context) error {
 	if err := o.open(ctx, func(ctx context.Context) (_ conn.Stream, err error) {
 		stream, err = o.s.client.Reach(ctx)
 		return stream, err
-	}, targetKey, o.target); err != nil {
+	}, targetKey, o.target, dataKey, dataYes); err != nil {
 		return err
 	}
 	header, err := stream.Header()
+	if len(header.Get(dataKey)) > 0 {
+		err = errHandedOver
+	}
 	if header == nil && err == nil { // the stream has ended, and RecvMsg returns its status
 		if err = stream.RecvMsg(new(pb.Chunk)); err == nil {
 			err = errors.New("the cloud sends bytes before its answer")
@@ -156,7 +159,11 @@ func (s *edgeSession) reach(ctx context.Context, target string) (*conn.Conn, *tu
 	return c, refusal
 }
 
-// callReach is reach without the limit of unanswered calls.
+// errHandedOver says that the conn of a Reach comes by a data connection.
+var errHandedOver = errors.New("the conn comes by a data connection")
+
+// callReach is reach without the limit of unanswered calls. The conn comes by the stream of the call or by a data
+// connection, as the cloud likes.
 func (s *edgeSession) callReach(ctx context.Context, target string) (*conn.Conn, *tunnel.Refusal) {
 	sctx, cancel := context.WithCancel(context.Background())
 	topic := uuid.NewString()
@@ -168,22 +175,129 @@ func (s *edgeSession) callReach(ctx context.Context, target string) (*conn.Conn,
 		cancel()
 		s.remove(topic)
 	}
-	stop := context.AfterFunc(ctx, cancel)
-	c, err := s.openConn(sctx, conn.Addr(target), &reachStream{streamConn{s: s, topic: topic}, target}, true, over)
-	stop()
-	if err != nil {
-		over()
-		return nil, s.refusalOf(ctx, err, target)
+	defer context.AfterFunc(ctx, cancel)()
+	e := s.expect(topic, target, cancel)
+	defer s.expectNoMore(topic)
+	type opened struct {
+		c   *conn.Conn
+		err error
 	}
-	s.replace(topic, c)
-	if sctx.Err() != nil { // ctx ended, or the target sent a reset, before replace
-		c.Abort()
+	byStream, returned := make(chan opened), make(chan struct{})
+	defer close(returned)
+	// A conn by a data connection may come before the cloud's answer, and then the caller need not wait for it.
+	go s.guarded(func() {
+		way := &reachStream{streamConn{s: s, topic: topic}, target}
+		c, err := s.openConn(sctx, conn.Addr(target), way, true, over)
+		if err != nil {
+			over()
+		}
+		select {
+		case byStream <- opened{c, err}:
+		case <-returned:
+			if c != nil {
+				c.Abort()
+			}
+		}
+	})()
+	for {
+		select {
+		case c := <-e.conn:
+			return s.unlessGone(ctx, c, target)
+		case o := <-byStream:
+			switch {
+			case errors.Is(o.err, errHandedOver): // the conn is on its way to e
+				byStream = nil
+				continue
+			case o.err != nil:
+				return nil, s.refusalOf(ctx, o.err, target)
+			}
+			s.replace(topic, o.c)
+			if sctx.Err() != nil { // ctx ended, or the target sent a reset, before replace
+				o.c.Abort()
+			}
+			return s.unlessGone(ctx, o.c, target)
+		case <-ctx.Done():
+			return nil, s.refusalOf(ctx, ctx.Err(), target)
+		case <-s.done:
+			return nil, s.refusalOf(ctx, errEnded, target)
+		}
 	}
+}
+
+// unlessGone returns c. If the caller has gone meanwhile, it resets c.
+func (s *edgeSession) unlessGone(ctx context.Context, c *conn.Conn, target string) (*conn.Conn, *tunnel.Refusal) {
 	if ctx.Err() != nil {
 		c.Abort()
 		return nil, s.refusalOf(ctx, ctx.Err(), target)
 	}
 	return c, nil
+}
+
+// expected is a call of Reach whose conn may come by a data connection.
+type expected struct {
+	target string
+	conn   chan *conn.Conn // capacity 1: at most one conn is sent, while session.mu is held
+	cancel func()          // ends the call
+}
+
+// expect notes a call of Reach.
+func (s *edgeSession) expect(topic, target string, cancel func()) *expected {
+	e := &expected{target, make(chan *conn.Conn, 1), cancel}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.expects == nil {
+		s.expects = make(map[string]*expected)
+	}
+	s.expects[topic] = e
+	return e
+}
+
+// expectNoMore undoes expect. It resets a conn that nobody has taken.
+func (s *edgeSession) expectNoMore(topic string) {
+	s.mu.Lock()
+	e := s.expects[topic]
+	delete(s.expects, topic)
+	s.mu.Unlock()
+	if e == nil {
+		return
+	}
+	select {
+	case c := <-e.conn:
+		c.Abort()
+	default:
+	}
+}
+
+// serveReached hands over the conn of a Reach, whose topic is the address of the open m. It returns when the conn has
+// ended.
+func (s *edgeSession) serveReached(m *tunnel.Message, way openWay) error {
+	return s.serveBy(m, way, func(ctx context.Context) {
+		s.mu.Lock()
+		e := s.expects[m.Addr]
+		s.mu.Unlock()
+		if e == nil {
+			s.refuse(way, tunnel.Refusef(tunnel.Gone, "the caller has gone"))
+			return
+		}
+		gone := make(chan struct{})
+		c, err := s.openConn(ctx, conn.Addr(e.target), way, true, func() { close(gone) })
+		if err != nil {
+			return // the data connection has failed
+		}
+		stop := c.Watch(ctx)
+		defer stop()
+		s.mu.Lock()
+		waits := s.expects[m.Addr] == e && len(e.conn) == 0
+		if waits {
+			e.conn <- c
+		}
+		s.mu.Unlock()
+		if !waits {
+			c.Abort()
+		}
+		<-gone
+		e.cancel() // for a cloud that has not ended the call
+	})
 }
 
 // refusalOf returns why a Reach has failed with err.

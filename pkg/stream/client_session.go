@@ -35,12 +35,13 @@ type edgeSession struct {
 	announced atomic.Bool // the cloud has said that it is about to stop
 
 	// Guarded by session.mu.
-	beats       []time.Time // send times of the heartbeats without an echo, the oldest first
-	opening     int         // number of data connections that are being opened
-	misses      int         // failed attempts in a row to open a data connection
-	noMoreUntil time.Time   // before this time the edge opens no data connection
-	early       [64]string  // ring buffer: topics of the last cancels that found no open
-	nextEarly   int         // index in early of the next topic
+	expects     map[string]*expected // by the topics of calls of Reach whose conns may come by data connections
+	beats       []time.Time          // send times of the heartbeats without an echo, the oldest first
+	opening     int                  // number of data connections that are being opened
+	misses      int                  // failed attempts in a row to open a data connection
+	noMoreUntil time.Time            // before this time the edge opens no data connection
+	early       [64]string           // ring buffer: topics of the last cancels that found no open
+	nextEarly   int                  // index in early of the next topic
 }
 
 var _ end = (*edgeSession)(nil)

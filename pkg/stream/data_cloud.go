@@ -10,6 +10,8 @@ import (
 	"sync"
 	"time"
 
+	"github.com/google/uuid"
+	"google.golang.org/grpc/metadata"
 	"google.golang.org/protobuf/proto"
 
 	"tunnel.example/tunnel/pkg/conn"
@@ -304,6 +306,30 @@ func (s *cloudSession) dropSpares(match func(*dataConn) bool) {
 	}
 }
 
+// handOver gives the edge the conn for which it has asked by a Reach, over a data connection. ctx and topic are those
+// of the call. handOver returns nil if the conn has to be the stream of the call: the edge wants no other, or no data
+// connection can be used now.
+func (s *cloudSession) handOver(ctx context.Context, topic string) *conn.Conn {
+	if len(metadata.ValueFromIncomingContext(ctx, dataKey)) == 0 {
+		return nil
+	}
+	d := s.takeSpare()
+	if d == nil {
+		s.requestMore()
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(ctx, requestTimeout)
+	defer cancel()
+	s.quota.allowAnswer()
+	m := &tunnel.Message{Category: category, Type: tunnel.TypeOpen, Topic: uuid.NewString(), Addr: topic}
+	r := tunnel.Request{Node: s.pub.Node, Category: categoryServices, Addr: topic}
+	c, refusal, _ := s.dialOver(ctx, d, r, m, false)
+	if refusal != nil {
+		s.log.Debug("a conn is not handed over by a data connection", "topic", topic, "err", refusal)
+	}
+	return c
+}
+
 // openPending is the topic of an open request that waits for its answer on a data connection. No
 // message on the session's own connection settles the request.
 type openPending struct{}
@@ -311,10 +337,10 @@ type openPending struct{}
 // Abort implements topic. It does nothing, since the data connection ends with the session.
 func (openPending) Abort() {}
 
-// dialOver is dial over a data connection. lost says that the data connection was unusable: the edge
-// has not answered, and the cloud may send the open on the control stream.
+// dialOver is dial over a data connection. asked is [conn.Config.Asked]. lost says that the data connection was
+// unusable: the edge has not answered, and the cloud may send the open on the control stream.
 func (s *cloudSession) dialOver(
-	ctx context.Context, d *dataConn, r tunnel.Request, m *tunnel.Message,
+	ctx context.Context, d *dataConn, r tunnel.Request, m *tunnel.Message, asked bool,
 ) (c *conn.Conn, refusal *tunnel.Refusal, lost bool) {
 	if refusal = s.add(m.Topic, openPending{}); refusal != nil {
 		s.spare(d)
@@ -325,7 +351,7 @@ func (s *cloudSession) dialOver(
 	waited := stop() // false: d was interrupted, or is about to be, so no other conn can use d
 	switch {
 	case waited && err == nil && data == nil:
-		if c = s.carry(m.Topic, claimOf(r), d); c != nil {
+		if c = s.carry(m.Topic, claimOf(r), d, asked); c != nil {
 			return c, nil, false
 		}
 		refusal = s.gaveUp(ctx, r)
@@ -371,13 +397,13 @@ func (s *cloudSession) sendOpen(d *dataConn, m *tunnel.Message) (refused []byte,
 
 // carry makes a conn over d for an open request that the edge has answered on d. It returns nil if the session has
 // ended meanwhile.
-func (s *cloudSession) carry(name string, counts claim, d *dataConn) *conn.Conn {
+func (s *cloudSession) carry(name string, counts claim, d *dataConn, asked bool) *conn.Conn {
 	d.waitLong()
 	lease := d.LendAtCloud()
 	since := time.Now()
 	var c *conn.Conn
 	c = conn.OverLease(lease, conn.Config{
-		Asked: true, Ordered: s.ordered, Blocks: s.blocks, Counters: s.counters, Traffic: &s.pub.Traffic, Log: s.log,
+		Asked: asked, Ordered: s.ordered, Blocks: s.blocks, Counters: s.counters, Traffic: &s.pub.Traffic, Log: s.log,
 		Local: "cloud", Remote: conn.Addr(s.pub.Node),
 		Ended: func(err error) {
 			if err == nil {

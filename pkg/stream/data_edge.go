@@ -213,9 +213,13 @@ func (s *edgeSession) serveConns(d *dataConn) error {
 		}
 		o := &dataOpen{s: s, data: d, topic: m.Topic, confirmed: confirmed}
 		d.LendAtEdge(&o.Lease)
-		known, err := s.handle(s.ctx, m, o)
-		if !known {
-			s.refuseUnknown(m, o)
+		if m.Category == category {
+			err = s.serveReached(m, o)
+		} else {
+			var known bool
+			if known, err = s.handle(s.ctx, m, o); !known {
+				s.refuseUnknown(m, o)
+			}
 		}
 		confirmed()
 		if o.endAwaited {

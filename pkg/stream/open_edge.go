@@ -160,14 +160,20 @@ type serving struct{ cancel context.CancelFunc }
 // Abort implements topic: it cancels the dial or the conn.
 func (s *serving) Abort() { s.cancel() }
 
-// serveOpen registers an open as a topic of the session and serves it by way, or refuses it.
+// serveOpen serves an open by way: it dials a target, and relays bytes.
 func (s *edgeSession) serveOpen(m *tunnel.Message, way openWay, dial tunnel.DialFunc) error {
-	if len(m.Topic) > maxTopic {
-		return errTopic
-	}
 	r, err := s.requestOf(m)
 	if err != nil {
 		return fmt.Errorf("open: %w", err)
+	}
+	return s.serveBy(m, way, func(ctx context.Context) { s.serve(ctx, m.Topic, r, way, dial) })
+}
+
+// serveBy makes an open a topic of the session and calls serve, or refuses the open. The context of serve is done when
+// the topic is aborted.
+func (s *edgeSession) serveBy(m *tunnel.Message, way openWay, serve func(ctx context.Context)) error {
+	if len(m.Topic) > maxTopic {
+		return errTopic
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	refusal := s.add(m.Topic, &serving{cancel})
@@ -183,7 +189,7 @@ func (s *edgeSession) serveOpen(m *tunnel.Message, way openWay, dial tunnel.Dial
 	way.run(func() {
 		defer way.ended()
 		defer cancel()
-		s.guarded(func() { s.serve(ctx, m.Topic, r, way, dial) })()
+		s.guarded(func() { serve(ctx) })()
 	})
 	return nil
 }

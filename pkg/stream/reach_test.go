@@ -523,8 +523,130 @@ func TestReachGivesUp(t *testing.T) {
 	r.idle(e)
 }
 
+// newReachDataRig is a rig with an edge whose conns, for which it asks, go by data connections.
+func newReachDataRig(t *testing.T) (*rig, *edge) {
+	t.Helper()
+	r := newReachRig(t)
+	r.spares = 4
+	return r, r.join("edge1", direct)
+}
+
+// Callers that give up at any moment, by a stream or a data connection, leave nothing behind.
+func TestReachGivesUpWhileHandedOver(t *testing.T) {
+	r, e := newReachDataRig(t)
+	target := testkit.Serve(t, testkit.Echo)
+	made := 0
+	for i := range 300 {
+		r.haveSpare("edge1")
+		ctx, cancel := context.WithTimeout(t.Context(), time.Duration(i%30)*100*time.Microsecond)
+		if c, err := e.client.Reach(ctx, target); err == nil {
+			made++
+			if i%2 == 0 {
+				c.(interface{ Abort() }).Abort()
+			}
+			c.Close()
+		}
+		cancel()
+	}
+	t.Logf("%d of 300 conns were made", made)
+	r.idle(e)
+	r.eventually("no call is expected to bring a conn", func() bool {
+		s := e.client.Session().Link.(*edgeSession)
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		return len(s.expects) == 0
+	})
+	c := r.mustDial("edge1", target)
+	if _, err := c.Write([]byte("x")); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := io.ReadFull(c, make([]byte, 1)); err != nil {
+		t.Errorf("the next conn: %v", err)
+	}
+}
+
+// If the data connection has died unnoticed, as behind a NAT that forgets, the conn comes by the stream of the call.
+func TestReachAfterADataConnectionDied(t *testing.T) {
+	r, e := newReachDataRig(t)
+	r.haveSpare("edge1")
+	cs := r.cloudEnd("edge1")
+	cs.mu.Lock()
+	for _, d := range cs.spares {
+		d.raw.Close()
+	}
+	cs.mu.Unlock()
+	c, err := e.client.Reach(t.Context(), testkit.Serve(t, testkit.Echo))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if e.client.Session().Link.(*edgeSession).byData(c) {
+		t.Error("it goes by a data connection that is dead")
+	}
+	if _, err := c.Write([]byte("x")); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := io.ReadFull(c, make([]byte, 1)); err != nil {
+		t.Error(err)
+	}
+	c.Close()
+	r.idle(e)
+}
+
+// A cloud cannot hand over a conn for which nobody waits, and an edge that does not say so gets no data connection.
+func TestOddHandOver(t *testing.T) {
+	r, e := newReachDataRig(t)
+	r.haveSpare("edge1")
+	cs := r.cloudEnd("edge1")
+	m := &tunnel.Message{Category: category, Type: tunnel.TypeOpen, Topic: uuid.NewString(), Addr: uuid.NewString()}
+	c, refusal, lost := cs.dialOver(t.Context(), cs.takeSpare(), tunnel.Request{Node: "edge1"}, m, false)
+	if c != nil || lost || refusal == nil || refusal.Code != tunnel.Gone {
+		t.Errorf("a conn for nobody: %v, %t", refusal, lost)
+	}
+	if cs.handOver(t.Context(), uuid.NewString()) != nil {
+		t.Error("a call without the key gets a data connection")
+	}
+	r.idle(e)
+}
+
+// A conn that is handed over for a call gets a reset if the call has a conn already, or if its caller goes.
+func TestHandedOverTooMuch(t *testing.T) {
+	r, e := newReachDataRig(t)
+	cs, es := r.cloudEnd("edge1"), e.client.Session().Link.(*edgeSession)
+	ctx := metadata.NewIncomingContext(t.Context(), metadata.Pairs(dataKey, dataYes))
+	handOver := func(topic string) *conn.Conn {
+		t.Helper()
+		r.haveSpare("edge1")
+		request := tunnel.Request{Node: "edge1", Category: categoryServices, Addr: "x"}
+		if refusal := cs.quota.enter(ctx, cs.done, request); refusal != nil {
+			t.Fatal(refusal)
+		}
+		cs.quota.dialled("x", true)
+		c := cs.handOver(ctx, topic)
+		if c == nil {
+			t.Fatal("no conn is handed over")
+		}
+		t.Cleanup(func() { c.Close() })
+		c.SetReadDeadline(time.Now().Add(patience))
+		return c
+	}
+	topic := uuid.NewString()
+	es.expect(topic, "x", func() {})
+	first, second := handOver(topic), handOver(topic)
+	_, err := second.Read(make([]byte, 1))
+	wantErr(t, "the second conn", err, syscall.ECONNRESET)
+	es.expectNoMore(topic)
+	_, err = first.Read(make([]byte, 1))
+	wantErr(t, "the first conn", err, syscall.ECONNRESET)
+	r.idle(e)
+}
+
 // A lost session resets the conns that were asked for over it, at both ends.
 func TestReachSessionLost(t *testing.T) {
+	t.Run("by streams", func(t *testing.T) { reachSessionLost(t, 0) })
+	t.Run("by data connections", func(t *testing.T) { reachSessionLost(t, 8) })
+}
+
+func reachSessionLost(t *testing.T, spares int) {
 	for name, cut := range map[string]func(r *rig, e *edge){
 		"at the cloud":   func(r *rig, _ *edge) { r.dir.Lookup("edge1").Close(errors.New("cut by the test")) },
 		"at the edge":    func(_ *rig, e *edge) { e.client.Session().Close(errors.New("cut by the test")) },
@@ -533,6 +655,7 @@ func TestReachSessionLost(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			r := newReachRig(t, func(c *ServerConfig) { c.Grace = time.Millisecond })
+			r.spares = spares
 			e := r.join("edge1", direct)
 			c1, far1 := r.pair("edge1")
 			c2, far2 := r.pair("edge1")

@@ -395,7 +395,7 @@ func TestNoReplicasAnyMore(t *testing.T) {
 
 // eachWay runs a test with conns that are dialled at the replica that holds the node, over
 // links that count as near and as far, and by data connections, and with relayed ones. Then it
-// runs the test with conns that edges ask for.
+// runs the test with conns that edges ask for, by streams and by data connections.
 func eachWay(t *testing.T, test func(t *testing.T, r *rig)) {
 	t.Helper()
 	t.Run("direct", func(t *testing.T) { test(t, newRig(t)) })
@@ -407,6 +407,11 @@ func eachWay(t *testing.T, test func(t *testing.T, r *rig)) {
 	})
 	t.Run("relayed", func(t *testing.T) { test(t, newRelayedRig(t)) })
 	t.Run("reached", func(t *testing.T) { test(t, newReachRig(t)) })
+	t.Run("reached by data", func(t *testing.T) {
+		r := newReachRig(t)
+		r.spares = MaxConnections
+		test(t, r)
+	})
 }
 
 // The replicas that an edge is told arrive, whatever their ids.

@@ -308,8 +308,15 @@ func (r *rig) mustDial(node, addr string) net.Conn {
 		r.t.Fatal(err)
 	}
 	r.t.Cleanup(func() { c.Close() })
-	if r.front == nil && !r.reaches {
-		if ok := r.cloudEnd(tunnel.NodeName(node)).byData(c); ok != (r.spares > 0) {
+	if r.front == nil {
+		end := &r.cloudEnd(tunnel.NodeName(node)).session
+		if r.reaches {
+			client := r.clients[node]
+			client.mu.Lock()
+			end = &client.links[len(client.links)-1].session
+			client.mu.Unlock()
+		}
+		if ok := end.byData(c); ok != (r.spares > 0) {
 			r.t.Errorf("that it goes by a data connection is %v", ok)
 		}
 	}

@@ -10,6 +10,7 @@ import (
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 
+	"tunnel.example/tunnel/pkg/conn"
 	pb "tunnel.example/tunnel/pkg/stream/tunnelv1"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
@@ -71,6 +72,18 @@ func (s *cloudSession) reach(stream pb.Stream_ReachServer, cfg *ServerConfig, sp
 	}
 	s.counters.ConnsOpened.Add(1)
 	visit.Opened(request.event)
+	relay := func(c *conn.Conn, gone <-chan struct{}) {
+		received, sent, err := tunnel.Splice(splices, c, to)
+		<-gone
+		s.log.Debug("conn ended", "topic", topic, "target", target, "bytes", received+sent, "err", err)
+		visit.Ended(received, sent, err, request.event) // for the audit, sent bytes go to the target
+	}
+	if c := s.handOver(stream.Context(), topic); c != nil {
+		s.remove(topic) // c has a topic of its own, and makes room for another conn when it ends
+		go s.guarded(func() { relay(c, c.Done()) })()
+		stream.SendHeader(metadata.Pairs(dataKey, dataYes)) //nolint:errcheck // the edge has the conn already
+		return nil
+	}
 	gone := make(chan struct{})
 	c := s.newConn(stream, topic, false, func() { close(gone) })
 	s.replace(topic, c)
@@ -79,12 +92,7 @@ func (s *cloudSession) reach(stream pb.Stream_ReachServer, cfg *ServerConfig, sp
 	go func() {
 		defer s.quota.over(true)
 		defer s.remove(topic)
-		s.guarded(func() {
-			received, sent, err := tunnel.Splice(splices, c, to)
-			<-gone
-			s.log.Debug("conn ended", "topic", topic, "target", target, "bytes", received+sent, "err", err)
-			visit.Ended(received, sent, err, request.event) // for the audit, sent bytes go to the target
-		})()
+		s.guarded(func() { relay(c, gone) })()
 	}()
 	return waitForEnd(stream.Context(), c)
 }

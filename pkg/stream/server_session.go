@@ -171,7 +171,7 @@ func (s *cloudSession) open(ctx context.Context, r tunnel.Request) (*conn.Conn, 
 	s.role.address(m, open, r)
 	m.Data = encode(open)
 	if d := s.spareFor(ctx, r); d != nil {
-		c, refusal, lost := s.dialOver(ctx, d, r, m)
+		c, refusal, lost := s.dialOver(ctx, d, r, m, true)
 		if !lost {
 			return c, refusal
 		}

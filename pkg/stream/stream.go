@@ -118,6 +118,13 @@ const nodeKey = "tunnel-node"
 // topicKey is the metadata key of a Connect's topic.
 const topicKey = "topic"
 
+// dataKey is a metadata key of a Reach. The edge says dataYes if it takes the conn by a data connection as well as by
+// the stream of the call, and the cloud says so in its header if the conn has come by a data connection.
+const (
+	dataKey = "data"
+	dataYes = "yes"
+)
+
 // targetKey is the metadata key of a Reach's target, and maxTarget the longest target in bytes.
 const (
 	targetKey = "target"
