@@ -176,6 +176,10 @@ func (s *edgeSession) tryData(ctx context.Context, ticket string) (*dataConn, er
 // never is a round trip so long that no link counts as far.
 const never = time.Hour
 
+// errNarrow ends a data connection whose conn has ended, since the link has turned out to be narrow: packets of the next
+// conn would be lost again and again beside the full queue of the session's own connection.
+var errNarrow = errors.New("the link is narrow")
+
 // serveConns serves the conns of a data connection, one after the other.
 func (s *edgeSession) serveConns(d *dataConn) error {
 	var ended *dataOpen // the open whose conn has ended here; the cloud has not confirmed the end
@@ -195,6 +199,9 @@ func (s *edgeSession) serveConns(d *dataConn) error {
 		if ended != nil && conn.IsEnd(typ, data) {
 			confirmed()
 			s.setInUse(d, false)
+			if s.isNarrow() {
+				return errNarrow
+			}
 			continue
 		}
 		var in pb.StreamMsg
@@ -233,6 +240,9 @@ func (s *edgeSession) serveConns(d *dataConn) error {
 		}
 		if err := o.ReturnAtEdge(); err != nil {
 			return err
+		}
+		if ended == nil && s.isNarrow() {
+			return errNarrow
 		}
 	}
 }

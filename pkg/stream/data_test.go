@@ -378,6 +378,28 @@ func TestIdleDataConnectionsHaveSaidAll(t *testing.T) {
 	})
 }
 
+// If the link turns out to be narrow, an edge gives up a data connection as soon as its conn has ended, and not only
+// with the next heartbeat: the conns until then would suffer.
+func TestNarrowLinkEndsDataConnections(t *testing.T) {
+	for _, farEnds := range []bool{true, false} {
+		r, e := newDataRig(t, 1)
+		c, far := r.pair("edge1")
+		es := e.client.Session().Link.(*edgeSession)
+		es.own.narrow.Store(true)
+		if farEnds { // so the edge has ended the conn before the cloud
+			far.Close()
+			testkit.ReadAll(t, c)
+			c.Close()
+		} else {
+			c.Close()
+			testkit.ReadAll(t, far)
+			far.Close()
+		}
+		within(t, heartbeatInterval/2, "the data connection has ended", func() bool { return es.dataConns() == 0 })
+		r.idle(e)
+	}
+}
+
 // The end of a session is that of its data connections.
 func TestDataConnectionsEndWithTheSession(t *testing.T) {
 	r, e := newDataRig(t, 2)
