@@ -54,7 +54,7 @@ const (
 	frameChunk   = 0x00 // a chunk of the conn, with flags; edge and cloud
 	FrameAttach  = 0x10 // edge: the ticket of the cloud's request; cloud: the ticket is good
 	FrameOpen    = 0x20 // cloud: a StreamMsg, as on the control stream
-	FrameOpened  = 0x30 // edge: the target was reached, and chunks follow
+	FrameOpened  = 0x30 // edge: the target was reached, or a caller takes the conn; chunks follow
 	FrameRefused = 0x40 // edge: a Refused, as on the control stream
 )
 

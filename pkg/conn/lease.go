@@ -169,6 +169,7 @@ func (l *Lease) ReturnAtCloud() error {
 // says that the lease was revoked.
 func (l *Lease) ReturnAtEdge() error {
 	d := l.data
+	l.sendMu.Lock() // a caller of ReadFrom may still send, and its bytes must not follow the end
 	d.mu.Lock()
 	p, holds, interrupted := d.phase, d.lease == l, d.interrupted
 	if holds {
@@ -178,6 +179,7 @@ func (l *Lease) ReturnAtEdge() error {
 		}
 	}
 	d.mu.Unlock()
+	l.sendMu.Unlock()
 	switch {
 	case !holds || p == phaseDead:
 		return ErrReset

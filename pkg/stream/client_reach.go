@@ -175,7 +175,8 @@ func (s *edgeSession) callReach(ctx context.Context, target string) (*conn.Conn,
 		cancel()
 		s.remove(topic)
 	}
-	defer context.AfterFunc(ctx, cancel)()
+	stop := context.AfterFunc(ctx, cancel)
+	defer stop()
 	e := s.expect(topic, target, cancel)
 	defer s.expectNoMore(topic)
 	type opened struct {
@@ -186,11 +187,14 @@ func (s *edgeSession) callReach(ctx context.Context, target string) (*conn.Conn,
 	defer close(returned)
 	// A conn by a data connection may come before the cloud's answer, and then the caller need not wait for it.
 	go s.guarded(func() {
+		var c *conn.Conn
+		defer func() { // deferred, because openConn may panic
+			if c == nil {
+				over()
+			}
+		}()
 		way := &reachStream{streamConn{s: s, topic: topic}, target}
 		c, err := s.openConn(sctx, conn.Addr(target), way, true, over)
-		if err != nil {
-			over()
-		}
 		select {
 		case byStream <- opened{c, err}:
 		case <-returned:
@@ -211,12 +215,14 @@ func (s *edgeSession) callReach(ctx context.Context, target string) (*conn.Conn,
 			case o.err != nil:
 				return nil, s.refusalOf(ctx, o.err, target)
 			}
+			stop()
 			s.replace(topic, o.c)
 			if sctx.Err() != nil { // ctx ended, or the target sent a reset, before replace
 				o.c.Abort()
 			}
 			return s.unlessGone(ctx, o.c, target)
 		case <-ctx.Done():
+			cancel() // stop may keep AfterFunc from doing so
 			return nil, s.refusalOf(ctx, ctx.Err(), target)
 		case <-s.done:
 			return nil, s.refusalOf(ctx, errEnded, target)
@@ -271,12 +277,12 @@ func (s *edgeSession) expectNoMore(topic string) {
 // serveReached hands over the conn of a Reach, whose topic is the address of the open m. It returns when the conn has
 // ended.
 func (s *edgeSession) serveReached(m *tunnel.Message, way openWay) error {
-	return s.serveBy(m, way, func(ctx context.Context) {
+	return s.serveBy(m, way, s.registerSecond, func(ctx context.Context) {
 		s.mu.Lock()
 		e := s.expects[m.Addr]
 		s.mu.Unlock()
 		if e == nil {
-			s.refuse(way, tunnel.Refusef(tunnel.Gone, "the caller has gone"))
+			way.refuse(&pb.Refused{Code: pb.Code(tunnel.Gone), Text: "the caller has gone"}) // it is counted already
 			return
 		}
 		gone := make(chan struct{})

@@ -36,6 +36,7 @@ type dataConn struct {
 	// Guarded by session.mu.
 	since   time.Time   // when it was last used
 	inUse   bool        // at the edge: it serves an open, or the cloud has not confirmed the end of the conn
+	byPods  bool        // at the cloud: it is in use, and its claim says so
 	saying  *time.Timer // timer that calls sayEnd
 	wasOpen bool        // the last call of mayStall has found the peer's window open
 	unheard time.Time   // when the method lost first saw the kernel resend without an answer; zero: it does not resend

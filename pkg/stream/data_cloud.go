@@ -90,7 +90,7 @@ func (s *cloudSession) requestMore() {
 	s.mu.Lock()
 	now := time.Now()
 	due := (s.requested <= len(s.data) || now.Sub(s.lastRequest) >= requestPause) && !now.Before(s.noRequestUntil)
-	more := s.err == nil && !s.toldDrain.Load() && due && len(s.data)+s.requested < s.maxDataLocked()
+	more := s.err == nil && !s.toldDrain.Load() && !s.leaving && due && len(s.data)+s.requested < s.maxDataLocked()
 	if more {
 		s.requested++
 		s.lastRequest = now
@@ -218,7 +218,7 @@ func (s *Server) tryAttachData(c *tls.Conn, j *joiningConn) error {
 func (s *cloudSession) spare(d *dataConn) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	d.since = time.Now()
+	d.since, d.byPods = time.Now(), false
 	if s.err != nil {
 		return
 	}
@@ -231,21 +231,33 @@ func (s *cloudSession) spare(d *dataConn) {
 
 // takeSpare removes an idle data connection from spares, and returns it. It takes the most recently used one, whose
 // congestion window is the largest. It returns nil if no data connection is idle, if the edge is about to stop, or
-// if maxDataLocked data connections are in use.
-func (s *cloudSession) takeSpare() *dataConn {
+// if maxDataLocked data connections are in use. byPods is that of the conn's claim: such conns get at most half of
+// them, so that pods leave some to other callers.
+func (s *cloudSession) takeSpare(byPods bool) *dataConn {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	last := len(s.spares) - 1
-	if last < 0 || s.leaving || len(s.data)-len(s.spares) >= s.maxDataLocked() {
+	last, most := len(s.spares)-1, s.maxDataLocked()
+	if last < 0 || s.leaving || len(s.data)-len(s.spares) >= most || byPods && s.byPodsLocked() >= (most+1)/2 {
 		return nil
 	}
 	d := s.spares[last]
+	d.byPods = byPods
 	s.spares = slices.Delete(s.spares, last, last+1)
 	if d.saying != nil {
 		d.saying.Stop()
 		d.saying = nil
 	}
 	return d
+}
+
+// byPodsLocked returns how many data connections carry conns that any pod can cause. The caller holds mu.
+func (s *cloudSession) byPodsLocked() (n int) {
+	for d := range s.data {
+		if d.byPods {
+			n++
+		}
+	}
+	return n
 }
 
 // spareWait is how long a conn that carries datagrams waits for a data connection.
@@ -261,7 +273,7 @@ func (s *cloudSession) spareFor(ctx context.Context, r tunnel.Request) *dataConn
 		spared := s.spared.Next()
 		free := !s.leaving && len(s.data)-len(s.spares) < s.maxDataLocked()
 		s.mu.Unlock()
-		if d := s.takeSpare(); d != nil || !free || r.Network != tunnel.NetworkUDP {
+		if d := s.takeSpare(claimOf(r).byPods); d != nil || !free || r.Network != tunnel.NetworkUDP {
 			return d
 		}
 		if late == nil {
@@ -313,12 +325,13 @@ func (s *cloudSession) handOver(ctx context.Context, topic string) *conn.Conn {
 	if len(metadata.ValueFromIncomingContext(ctx, dataKey)) == 0 {
 		return nil
 	}
-	d := s.takeSpare()
+	d := s.takeSpare(true)
 	if d == nil {
 		s.requestMore()
 		return nil
 	}
-	ctx, cancel := context.WithTimeout(ctx, requestTimeout)
+	given := ctx
+	ctx, cancel := context.WithTimeout(ctx, handOverTime)
 	defer cancel()
 	s.quota.allowAnswer()
 	m := &tunnel.Message{Category: category, Type: tunnel.TypeOpen, Topic: uuid.NewString(), Addr: topic}
@@ -327,8 +340,15 @@ func (s *cloudSession) handOver(ctx context.Context, topic string) *conn.Conn {
 	if refusal != nil {
 		s.log.Debug("a conn is not handed over by a data connection", "topic", topic, "err", refusal)
 	}
+	if ctx.Err() != nil && given.Err() == nil { // a box in between may have forgotten the other idle ones, too
+		s.dropSpares(func(*dataConn) bool { return true })
+	}
 	return c
 }
+
+// handOverTime is how long the edge may take to answer a hand-over. It has nothing to dial. The call has just come by
+// the session's own connection, so a later answer shows that the data connection is dead.
+const handOverTime = 3 * time.Second
 
 // openPending is the topic of an open request that waits for its answer on a data connection. No
 // message on the session's own connection settles the request.
@@ -342,7 +362,11 @@ func (openPending) Abort() {}
 func (s *cloudSession) dialOver(
 	ctx context.Context, d *dataConn, r tunnel.Request, m *tunnel.Message, asked bool,
 ) (c *conn.Conn, refusal *tunnel.Refusal, lost bool) {
-	if refusal = s.add(m.Topic, openPending{}); refusal != nil {
+	register := s.add
+	if !asked {
+		register = s.registerSecond
+	}
+	if refusal = register(m.Topic, openPending{}); refusal != nil {
 		s.spare(d)
 		return nil, refusal, false
 	}

@@ -176,8 +176,8 @@ func (s *edgeSession) tryData(ctx context.Context, ticket string) (*dataConn, er
 // never is a round trip so long that no link counts as far.
 const never = time.Hour
 
-// errNarrow ends a data connection whose conn has ended, since the link has turned out to be narrow: packets of the next
-// conn would be lost again and again beside the full queue of the session's own connection.
+// errNarrow ends a data connection whose conn has ended, since the link has turned out to be narrow: packets of the
+// next conn would be lost again and again beside the full queue of the session's own connection.
 var errNarrow = errors.New("the link is narrow")
 
 // serveConns serves the conns of a data connection, one after the other.

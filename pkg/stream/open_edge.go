@@ -166,17 +166,19 @@ func (s *edgeSession) serveOpen(m *tunnel.Message, way openWay, dial tunnel.Dial
 	if err != nil {
 		return fmt.Errorf("open: %w", err)
 	}
-	return s.serveBy(m, way, func(ctx context.Context) { s.serve(ctx, m.Topic, r, way, dial) })
+	return s.serveBy(m, way, s.add, func(ctx context.Context) { s.serve(ctx, m.Topic, r, way, dial) })
 }
 
-// serveBy makes an open a topic of the session and calls serve, or refuses the open. The context of serve is done when
-// the topic is aborted.
-func (s *edgeSession) serveBy(m *tunnel.Message, way openWay, serve func(ctx context.Context)) error {
+// serveBy makes an open a topic of the session by register, and calls serve, or refuses the open. The context of serve
+// is done when the topic is aborted.
+func (s *edgeSession) serveBy(
+	m *tunnel.Message, way openWay, register func(string, topic) *tunnel.Refusal, serve func(ctx context.Context),
+) error {
 	if len(m.Topic) > maxTopic {
 		return errTopic
 	}
 	ctx, cancel := context.WithCancel(context.Background())
-	refusal := s.add(m.Topic, &serving{cancel})
+	refusal := register(m.Topic, &serving{cancel})
 	if refusal == nil && s.cancelledEarly(m.Topic) {
 		cancel()
 	}

@@ -527,7 +527,7 @@ func TestReachGivesUp(t *testing.T) {
 func newReachDataRig(t *testing.T) (*rig, *edge) {
 	t.Helper()
 	r := newReachRig(t)
-	r.spares = 4
+	r.spares = 8 // half of them are for conns that stay, and half of these for conns that pods can cause
 	return r, r.join("edge1", direct)
 }
 
@@ -598,7 +598,7 @@ func TestOddHandOver(t *testing.T) {
 	r.haveSpare("edge1")
 	cs := r.cloudEnd("edge1")
 	m := &tunnel.Message{Category: category, Type: tunnel.TypeOpen, Topic: uuid.NewString(), Addr: uuid.NewString()}
-	c, refusal, lost := cs.dialOver(t.Context(), cs.takeSpare(), tunnel.Request{Node: "edge1"}, m, false)
+	c, refusal, lost := cs.dialOver(t.Context(), cs.takeSpare(true), tunnel.Request{Node: "edge1"}, m, false)
 	if c != nil || lost || refusal == nil || refusal.Code != tunnel.Gone {
 		t.Errorf("a conn for nobody: %v, %t", refusal, lost)
 	}
@@ -606,6 +606,127 @@ func TestOddHandOver(t *testing.T) {
 		t.Error("a call without the key gets a data connection")
 	}
 	r.idle(e)
+}
+
+// Conns that pods can cause leave half of the data connections to others.
+func TestPodsLeaveDataConnections(t *testing.T) {
+	r, e := newReachDataRig(t)
+	target := testkit.Serve(t, testkit.Echo)
+	cs, es := r.cloudEnd("edge1"), e.client.Session().Link.(*edgeSession)
+	r.eventually("there are enough data connections", func() bool {
+		cs.requestMore()
+		return cs.dataConns() == 4
+	})
+	byData := 0
+	for range 8 {
+		if es.byData(r.mustDial("edge1", target)) {
+			byData++
+		}
+	}
+	if byData != 2 {
+		t.Errorf("%d of 8 conns that pods can cause have data connections", byData)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	c, err := r.dir.Dial(ctx, tunnel.Request{Node: "edge1", Category: "tcp", Network: "tcp", Addr: target})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	if !cs.byData(c) {
+		t.Error("the conn of a front door finds no data connection")
+	}
+}
+
+// An edge that swallows a hand-over delays its caller for a moment, and the conn comes by the stream of the call.
+func TestReachByASilentDataConnection(t *testing.T) {
+	r, e := newReachDataRig(t)
+	r.haveSpare("edge1")
+	cs := r.cloudEnd("edge1")
+	near, far := net.Pipe() // whoever writes to it is heard, and not answered
+	defer far.Close()
+	go io.Copy(io.Discard, far)
+	cs.mu.Lock()
+	for _, d := range cs.spares {
+		d.Data = conn.NewData(near, near, cs.blocks)
+	}
+	cs.mu.Unlock()
+	began := time.Now()
+	c, err := e.client.Reach(t.Context(), testkit.Serve(t, testkit.Echo))
+	if err != nil {
+		t.Fatalf("after %v: %v", time.Since(began), err)
+	}
+	if e.client.Session().Link.(*edgeSession).byData(c) {
+		t.Error("it goes by a data connection")
+	}
+	c.Close()
+	r.eventually("no idle data connection is kept", func() bool {
+		cs.mu.Lock()
+		defer cs.mu.Unlock()
+		return len(cs.spares) == 0
+	})
+}
+
+// An edge that takes no new conns gets the conns for which it asks by streams, and is asked for no data connections.
+func TestReachOfADrainedEdgeByStreams(t *testing.T) {
+	r, e := newReachDataRig(t)
+	r.haveSpare("edge1")
+	target := testkit.Serve(t, testkit.Echo)
+	cs := r.cloudEnd("edge1")
+	cs.mu.Lock()
+	cs.leaving = true
+	cs.mu.Unlock()
+	before := r.counters.DataOpened.Load()
+	for range 5 {
+		c, err := e.client.Reach(t.Context(), target)
+		if err != nil {
+			t.Fatal(err)
+		}
+		c.Close()
+	}
+	cs.mu.Lock()
+	requested := cs.requested
+	cs.mu.Unlock()
+	if n := r.counters.DataOpened.Load() - before; n > 0 || requested > 0 {
+		t.Errorf("the edge is asked for %d data connections", int(n)+requested)
+	}
+	r.idle(e)
+}
+
+// The cloud stops only after the last bytes and the event of a conn that was handed over.
+func TestRelayOfAHandedOverConnEndsWithTheCloud(t *testing.T) {
+	slow := &slowToClose{closed: make(chan struct{})}
+	r := newReachRig(t, func(c *ServerConfig) {
+		c.Grace = time.Millisecond
+		c.Reach = func(ctx context.Context, request *ReachRequest) (net.Conn, error) {
+			var err error
+			slow.Conn, err = reachDirect(ctx, request)
+			return slow, err
+		}
+	})
+	r.spares = 8
+	r.join("edge1", direct)
+	r.mustDial("edge1", testkit.Serve(t, testkit.Echo))
+	r.running.Stop()
+	if !tunnel.IsClosed(slow.closed) {
+		t.Error("the cloud has stopped before the target was closed")
+	}
+}
+
+// slowToClose takes its time to close.
+type slowToClose struct {
+	net.Conn
+	once   sync.Once
+	closed chan struct{} // closed by the first Close, at its end
+}
+
+func (s *slowToClose) Close() error {
+	s.once.Do(func() {
+		time.Sleep(200 * time.Millisecond)
+		s.Conn.Close()
+		close(s.closed)
+	})
+	return nil
 }
 
 // A conn that is handed over for a call gets a reset if the call has a conn already, or if its caller goes.

@@ -37,8 +37,8 @@ func (r *ReachRequest) event() tunnel.Event {
 	}
 }
 
-// Reach implements the calls by which edges ask for conns. One call carries one conn. The handler returns when the
-// conn has ended.
+// Reach implements the calls by which edges ask for conns, one for each call. If the stream of the call is the conn,
+// the handler returns when the conn has ended.
 func (s *Server) Reach(stream pb.Stream_ReachServer) error {
 	cs, err := s.sessionOf(stream.Context())
 	switch {
@@ -71,7 +71,6 @@ func (s *cloudSession) reach(stream pb.Stream_ReachServer, cfg *ServerConfig, sp
 		return refusalStatus(refusal)
 	}
 	s.counters.ConnsOpened.Add(1)
-	visit.Opened(request.event)
 	relay := func(c *conn.Conn, gone <-chan struct{}) {
 		received, sent, err := tunnel.Splice(splices, c, to)
 		<-gone
@@ -79,11 +78,13 @@ func (s *cloudSession) reach(stream pb.Stream_ReachServer, cfg *ServerConfig, sp
 		visit.Ended(received, sent, err, request.event) // for the audit, sent bytes go to the target
 	}
 	if c := s.handOver(stream.Context(), topic); c != nil {
-		s.remove(topic) // c has a topic of its own, and makes room for another conn when it ends
-		go s.guarded(func() { relay(c, c.Done()) })()
+		visit.Opened(request.event)
+		s.wg.Go(s.guarded(func() { relay(c, c.Done()) }))
+		s.remove(topic)                                     // c has a topic, and makes room for another conn when it ends
 		stream.SendHeader(metadata.Pairs(dataKey, dataYes)) //nolint:errcheck // the edge has the conn already
 		return nil
 	}
+	visit.Opened(request.event)
 	gone := make(chan struct{})
 	c := s.newConn(stream, topic, false, func() { close(gone) })
 	s.replace(topic, c)

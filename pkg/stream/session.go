@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"math"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -134,12 +135,24 @@ func (s *session) register(name string, t topic) *tunnel.Refusal {
 	return s.registerLocked(name, t)
 }
 
+// registerSecond registers a second topic of a conn, which has a place among the maxConns topics already.
+func (s *session) registerSecond(name string, t topic) *tunnel.Refusal {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.registerBelowLocked(name, t, math.MaxInt64)
+}
+
 // registerLocked is register for a caller that holds mu.
 func (s *session) registerLocked(name string, t topic) *tunnel.Refusal {
+	return s.registerBelowLocked(name, t, s.maxConns)
+}
+
+// registerBelowLocked is registerLocked with another limit than maxConns.
+func (s *session) registerBelowLocked(name string, t topic, most int64) *tunnel.Refusal {
 	switch {
 	case s.err != nil:
 		return s.endedRefusal()
-	case int64(len(s.topics)) >= s.maxConns:
+	case int64(len(s.topics)) >= most:
 		s.counters.Limited(tunnel.LimitConns)
 		return tunnel.Refusef(tunnel.Overloaded, "limit conns: %s has %d conns", s.peer(), s.maxConns)
 	case s.topics[name] != nil:
