@@ -695,7 +695,7 @@ func TestReachOfADrainedEdgeByStreams(t *testing.T) {
 
 // The cloud stops only after the last bytes and the event of a conn that was handed over.
 func TestRelayOfAHandedOverConnEndsWithTheCloud(t *testing.T) {
-	slow := &slowToClose{closed: make(chan struct{})}
+	slow := &slowToClose{closing: make(chan struct{}), closed: make(chan struct{})}
 	r := newReachRig(t, func(c *ServerConfig) {
 		c.Grace = time.Millisecond
 		c.Reach = func(ctx context.Context, request *ReachRequest) (net.Conn, error) {
@@ -706,7 +706,8 @@ func TestRelayOfAHandedOverConnEndsWithTheCloud(t *testing.T) {
 	})
 	r.spares = 8
 	r.join("edge1", direct)
-	r.mustDial("edge1", testkit.Serve(t, testkit.Echo))
+	r.mustDial("edge1", testkit.Serve(t, testkit.Echo)).Close() // so the conn is over, and the target is being closed
+	r.eventually("the conn is over", func() bool { return r.dir.Lookup("edge1").Conns.Load() == 0 || tunnel.IsClosed(slow.closing) })
 	r.running.Stop()
 	if !tunnel.IsClosed(slow.closed) {
 		t.Error("the cloud has stopped before the target was closed")
@@ -716,12 +717,14 @@ func TestRelayOfAHandedOverConnEndsWithTheCloud(t *testing.T) {
 // slowToClose takes its time to close.
 type slowToClose struct {
 	net.Conn
-	once   sync.Once
-	closed chan struct{} // closed by the first Close, at its end
+	once    sync.Once
+	closing chan struct{} // closed by the first Close, at its start
+	closed  chan struct{} // closed by the first Close, at its end
 }
 
 func (s *slowToClose) Close() error {
 	s.once.Do(func() {
+		close(s.closing)
 		time.Sleep(200 * time.Millisecond)
 		s.Conn.Close()
 		close(s.closed)
