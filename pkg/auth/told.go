@@ -189,8 +189,8 @@ func (t *Told) readBase() error {
 	return nil
 }
 
-// nodeCAsLocked returns the CAs that sign the certificates of nodes; none: the cloud has not told them. The caller
-// holds mu, or nobody else has t yet.
+// nodeCAsLocked returns the CAs that sign the certificates of nodes. It returns none if the cloud has not told them.
+// The caller holds mu, or is NewTold.
 func (t *Told) nodeCAsLocked() NodeCAs {
 	if t.cas == nil || t.content.NodeCAs == "" {
 		return nil

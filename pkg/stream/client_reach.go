@@ -230,7 +230,7 @@ func (s *edgeSession) callReach(ctx context.Context, target string) (*conn.Conn,
 	}
 }
 
-// unlessGone returns c. If the caller has gone meanwhile, it resets c.
+// unlessGone returns c if the caller still waits. If ctx is done, it resets c and returns the reason.
 func (s *edgeSession) unlessGone(ctx context.Context, c *conn.Conn, target string) (*conn.Conn, *tunnel.Refusal) {
 	if ctx.Err() != nil {
 		c.Abort()

@@ -608,7 +608,7 @@ func TestOddHandOver(t *testing.T) {
 	r.idle(e)
 }
 
-// Conns that pods can cause leave half of the data connections to others.
+// At most half of the data connections carry conns that pods can cause, so a front door finds another one.
 func TestPodsLeaveDataConnections(t *testing.T) {
 	r, e := newReachDataRig(t)
 	target := testkit.Serve(t, testkit.Echo)

@@ -81,7 +81,8 @@ func (n need) all() iter.Seq[*change] {
 	}
 }
 
-// compare yields each endpoint in which two lists differ: that of old, and that of now. One of them may be nil.
+// compare yields the differences between two lists, as pairs: the endpoint of old, and the endpoint of now with the same
+// path. One of a pair is nil if only one list has the path.
 func compare(old, now need) iter.Seq2[*change, *change] {
 	return func(yield func(*change, *change) bool) {
 		at := func(n need, i int) *change {
@@ -179,9 +180,9 @@ func (h *Hub) takeLocked(of, p services.Path) {
 	}
 }
 
-// settleLocked looks at the Services that have changed, and keeps those apart of which some nodes need only some
-// endpoints. A Service that is paused is not put apart; settleLocked looks at it again after the pause, once something
-// has changed. The caller holds mu.
+// settleLocked decides for each Service that has changed whether all nodes need all of its endpoints. If not, it puts
+// the Service into apart. A paused Service stays out of apart; the first call after its pause decides about it again.
+// The caller holds mu.
 func (h *Hub) settleLocked() {
 	for len(h.pauses) > 0 && !time.Now().Before(h.pauses[0].until) {
 		path := h.pauses[0].service

@@ -225,19 +225,16 @@ func (h *Hub) advanceLocked(w *watcher) (b *batch, more bool, err error) {
 		b, w.last = ownBatch(w.last)
 		return b, inSeries(), nil
 	}
-	at := w.position
+	at, later := w.position, set{}
 	if w.whole {
 		if b = w.firstBatch(); b != nil {
 			return b, true, nil
 		}
-		later := at.buckets.cut(w.part)
-		b = h.batchLocked(at)
-		w.position = b.behind
-		w.buckets.join(later)
-	} else {
-		b = h.batchLocked(at)
-		w.position = b.behind
+		later = at.buckets.cut(w.part)
 	}
+	b = h.batchLocked(at)
+	w.position = b.behind
+	w.buckets.join(later)
 	if w.whole && w.buckets == (set{}) {
 		// The edge has each bucket as it was at some time of the series. The series ends with what has changed meanwhile:
 		// otherwise an endpoint could be missing whose Service was put apart before its bucket was sent.
