@@ -81,8 +81,8 @@ func (n need) all() iter.Seq[*change] {
 	}
 }
 
-// compare yields the differences between two lists, as pairs: the endpoint of old, and the endpoint of now with the same
-// path. One of a pair is nil if only one list has the path.
+// compare yields the differences between two lists, as pairs: the endpoint of old, and the endpoint of now that has the
+// same path. One of a pair is nil if only one list has the path.
 func compare(old, now need) iter.Seq2[*change, *change] {
 	return func(yield func(*change, *change) bool) {
 		at := func(n need, i int) *change {
