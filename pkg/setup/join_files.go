@@ -329,6 +329,9 @@ func (f *nodeFiles) write(e *enrolled, w *way) (written []string, err error) {
 		if err = auth.WriteTold(told, e.ca, f.token.ServerName, e.told, e.cloud, slog.New(slog.DiscardHandler)); err != nil {
 			return nil, err
 		}
+		if _, err = os.Stat(told); err == nil {
+			written = append(written, told)
+		}
 	}
 	var files []newFile
 	if !f.keep {
@@ -352,9 +355,16 @@ func (f *nodeFiles) write(e *enrolled, w *way) (written []string, err error) {
 	if _, err = conf.LoadEdge(filepath.Join(f.dir, edgeFile), f.env); err != nil {
 		return nil, fmt.Errorf("the edge would not start: %w", err)
 	}
-	for _, old := range []string{f.moveFrom, f.proxyOld} {
-		if old != "" {
-			err = errors.Join(err, os.Remove(old))
+	old := []string{f.moveFrom, f.proxyOld}
+	if f.moveFrom != "" {
+		old = append(old, filepath.Join(filepath.Dir(f.moveFrom), ToldFile)) // the new one is beside the new certificate
+	}
+	for _, path := range old {
+		if path == "" {
+			continue
+		}
+		if e := os.Remove(path); !errors.Is(e, fs.ErrNotExist) {
+			err = errors.Join(err, e)
 		}
 	}
 	return written, err

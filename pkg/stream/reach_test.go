@@ -673,9 +673,12 @@ func TestReachOfADrainedEdgeByStreams(t *testing.T) {
 	r.haveSpare("edge1")
 	target := testkit.Serve(t, testkit.Echo)
 	cs := r.cloudEnd("edge1")
-	cs.mu.Lock()
-	cs.leaving = true
-	cs.mu.Unlock()
+	r.eventually("the edge has opened what it was asked for", func() bool {
+		cs.mu.Lock()
+		defer cs.mu.Unlock()
+		cs.leaving = cs.requested == 0
+		return cs.leaving
+	})
 	before := r.counters.DataOpened.Load()
 	for range 5 {
 		c, err := e.client.Reach(t.Context(), target)

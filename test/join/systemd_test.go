@@ -88,7 +88,7 @@ echo '== end'
 			"ok    systemd", "exit code 0", "daemon-reload\nenable tunnel-edge\nrestart tunnel-edge\n",
 			"ExecStart=/usr/local/bin/tunnel edge -c /srv/tunnel/edge.toml\n",
 			"755 /srv/tunnel\n", "644 /srv/tunnel/ca.crt\n", "644 /srv/tunnel/edge.toml\n",
-			"600 /var/lib/tunnel-edge/node.pem\n",
+			"600 /var/lib/tunnel-edge/cloud.json\n", "600 /var/lib/tunnel-edge/node.pem\n",
 			`nodecert = "/var/lib/tunnel-edge/node.pem"`,
 		},
 		"again, without": {"exit code 0", "/var/lib/tunnel-edge/node.pem", "/srv/tunnel:\nca.crt\nedge.toml\n"},
@@ -99,7 +99,7 @@ echo '== end'
 		},
 		// The unit's user could not read /srv/other/proxy, which is root's and has a password.
 		"then with": {
-			"exit code 0", "/srv/other:\nca.crt\nedge.toml\n", "/var/lib/tunnel-edge:\nnode.pem\nproxy\n",
+			"exit code 0", "/srv/other:\nca.crt\nedge.toml\n", "/var/lib/tunnel-edge:\ncloud.json\nnode.pem\nproxy\n",
 			`nodecert = "/var/lib/tunnel-edge/node.pem"`, `allow = ["10.0.0.0/8:443"]`,
 			`proxyfile = "/var/lib/tunnel-edge/proxy"`, "600 /var/lib/tunnel-edge/proxy\n", "the same proxy\n",
 		},
@@ -110,7 +110,7 @@ echo '== end'
 		"force": {
 			"/srv/third/edge.toml (the file before is /srv/third/edge.toml.old", "exit code 0",
 			"644 /srv/third/edge.toml.old\nthe old settings\n",
-			"ca.crt\nedge.toml\nedge.toml.old\nmine\nnode.pem\n",
+			"ca.crt\ncloud.json\nedge.toml\nedge.toml.old\nmine\nnode.pem\n",
 		},
 		"force again": {"edge.toml (as it was)", "exit code 0", "the old settings"},
 		// The program is in a temporary folder.
