@@ -6,6 +6,7 @@ import (
 	"net/netip"
 
 	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
 )
 
@@ -71,6 +72,26 @@ func listRoutes(family int) (all []netlink.Route, err error) {
 		}
 	}
 	return all, err
+}
+
+// countRoutes returns how many routes of ours the kernel has. It reads only their headers: a node may have thousands,
+// and the relay counts them every few seconds.
+func countRoutes() (n int, err error) {
+	for _, family := range []uint8{netlink.FAMILY_V4, netlink.FAMILY_V6} {
+		req := nl.NewNetlinkRequest(unix.RTM_GETROUTE, unix.NLM_F_DUMP)
+		req.AddData(&nl.RtMsg{RtMsg: unix.RtMsg{Family: family}})
+		err = req.ExecuteIter(unix.NETLINK_ROUTE, unix.RTM_NEWROUTE, func(m []byte) (more bool) {
+			msg := nl.DeserializeRtMsg(m)
+			if msg.Table == unix.RT_TABLE_DEFAULT && msg.Protocol == uint8(routeProtocol) {
+				n++
+			}
+			return true
+		})
+		if err != nil {
+			return n, fmt.Errorf("counting the routes to ClusterIPs: %w", err)
+		}
+	}
+	return n, nil
 }
 
 // routes are the routes to ClusterIPs. The zero value knows nothing yet.
@@ -177,9 +198,9 @@ func (r *routes) intact() bool {
 	if len(r.has) == 0 {
 		return true
 	}
-	own, err := ownRoutes()
+	n, err := countRoutes()
 	if err != nil {
-		return true // another attempt would not read them either
+		return true // such as: the routes have changed meanwhile
 	}
 	ruled := true
 	for addr := range r.has {
@@ -189,7 +210,7 @@ func (r *routes) intact() bool {
 			break
 		}
 	}
-	return ruled && len(own) == len(r.has)
+	return ruled && n == len(r.has)
 }
 
 // removeRoutes removes the routes to ClusterIPs, and the rule that leads to them.
