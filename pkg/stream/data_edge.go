@@ -229,10 +229,11 @@ func (s *edgeSession) serveConns(d *dataConn) error {
 			}
 		}
 		confirmed()
+		over := false // a conn has ended at both ends
 		if o.endAwaited {
 			ended = o // d carries the conn until then: the kernel may hold its last bytes for a reader that stalls
 		} else {
-			d.carries.Store(nil)
+			over = d.carries.Swap(nil) != nil
 			s.setInUse(d, false)
 		}
 		if err != nil {
@@ -241,7 +242,7 @@ func (s *edgeSession) serveConns(d *dataConn) error {
 		if err := o.ReturnAtEdge(); err != nil {
 			return err
 		}
-		if ended == nil && s.isNarrow() {
+		if over && s.isNarrow() { // after a refusal, the end could overtake it
 			return errNarrow
 		}
 	}
