@@ -331,7 +331,8 @@ func (s *cloudSession) handOver(ctx context.Context, topic string) *conn.Conn {
 		return nil
 	}
 	given := ctx
-	ctx, cancel := context.WithTimeout(ctx, handOverTime)
+	// Over a link with a long queue, the answer waits as long as the last heartbeat did.
+	ctx, cancel := context.WithTimeout(ctx, s.handOverTime+2*time.Duration(s.pub.RTT.Load()))
 	defer cancel()
 	s.quota.allowAnswer()
 	m := &tunnel.Message{Category: category, Type: tunnel.TypeOpen, Topic: uuid.NewString(), Addr: topic}
@@ -346,8 +347,9 @@ func (s *cloudSession) handOver(ctx context.Context, topic string) *conn.Conn {
 	return c
 }
 
-// handOverTime is how long the edge may take to answer a hand-over. It has nothing to dial. The call has just come by
-// the session's own connection, so a later answer shows that the data connection is dead.
+// handOverTime is how long the edge may take to answer a hand-over, beside twice the link's round trip. It has nothing
+// to dial. The call has just come by the session's own connection, so a later answer shows that the data connection is
+// dead.
 const handOverTime = 3 * time.Second
 
 // openPending is the topic of an open request that waits for its answer on a data connection. No

@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"net"
 	"os"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -135,6 +136,7 @@ func newRigOn(t *testing.T, network *memNet, change ...func(*ServerConfig)) *rig
 	cfg := ServerConfig{
 		Listen: "127.0.0.1:0", TLS: &tls.Config{Certificates: []tls.Certificate{pair}},
 		Auth: r.auth, Counters: r.counters, Log: r.log.logger().With("end", "cloud"), Grace: patience, Software: "test",
+		handOverTime: patience,
 	}
 	for _, f := range change {
 		f(&cfg)
@@ -293,12 +295,30 @@ func (r *rig) haveSpare(node tunnel.NodeName) {
 	r.eventually("there is a spare data connection", func() bool {
 		cs.mu.Lock()
 		n := len(cs.spares)
+		lasting := slices.ContainsFunc(cs.spares, func(d *dataConn) bool { return !d.OwesEnd() })
 		cs.mu.Unlock()
 		if n == 0 {
 			cs.requestMore()
 		}
-		return n > 0
+		return lasting || n > 0 && !r.reaches // one that owes an end is away for a moment while sayEnd writes
 	})
+}
+
+// withSpares calls f as soon as a node has an idle data connection and none is on its way. While f runs, nothing
+// changes that, since the session is locked.
+func (r *rig) withSpares(node tunnel.NodeName, f func(*cloudSession)) *cloudSession {
+	r.haveSpare(node)
+	cs := r.cloudEnd(node)
+	r.eventually("the edge has opened what it was asked for", func() bool {
+		cs.mu.Lock()
+		defer cs.mu.Unlock()
+		settled := cs.requested == 0 && len(cs.spares) > 0
+		if settled {
+			f(cs)
+		}
+		return settled
+	})
+	return cs
 }
 
 func (r *rig) mustDial(node, addr string) net.Conn {

@@ -67,7 +67,8 @@ type ServerConfig struct {
 	// Services are served on the connections of sessions.
 	Services []SessionService
 
-	farTrip time.Duration // only tests set it; 0: the constant farTrip
+	// Only tests set these. 0: the constant of the same name.
+	farTrip, handOverTime time.Duration
 }
 
 // Server is the end of a session that accepts joins: joins of nodes, and joins of other replicas. It
@@ -122,7 +123,7 @@ func NewServer(cfg ServerConfig, dir *tunnel.Directory, mods ...tunnel.Module) (
 	if cfg.Grace == 0 {
 		cfg.Grace = tunnel.GracePeriod
 	}
-	cfg.farTrip = cmp.Or(cfg.farTrip, farTrip)
+	cfg.farTrip, cfg.handOverTime = cmp.Or(cfg.farTrip, farTrip), cmp.Or(cfg.handOverTime, handOverTime)
 	if cfg.Counters == nil {
 		cfg.Counters = new(tunnel.Counters)
 	}

@@ -181,7 +181,9 @@ func (s *Server) newSession(
 	stream pb.Stream_TunnelStreamingServer, t *transport, node tunnel.NodeName, hello *pb.Hello,
 ) *cloudSession {
 	ctx := stream.Context()
-	cs := &cloudSession{transport: t, proven: make(chan struct{}, 1), spareWait: spareWait}
+	cs := &cloudSession{
+		transport: t, proven: make(chan struct{}, 1), spareWait: spareWait, handOverTime: s.cfg.handOverTime,
+	}
 	cs.pub = &tunnel.Session{
 		ID: uuid.NewString(), Node: node, Remote: t.conn.RemoteAddr().String(), Since: time.Now(), Reach: hello.GetReach(),
 		Link: cs, Dialer: cs, Instance: text(hello.GetInstance()), All: hello.GetAll(),

@@ -39,9 +39,10 @@ type cloudSession struct {
 	credentials  tunnel.Limiter // how many credentials the session may have checked
 	signatures   tunnel.Limiter // how many certificates the session may have issued
 
-	connections int           // most data connections that the edge opens
-	tickets     *dataTickets  // the server's
-	spareWait   time.Duration // the constant, except in tests
+	connections int          // most data connections that the edge opens
+	tickets     *dataTickets // the server's
+	// The constants of the same names, except in tests.
+	spareWait, handOverTime time.Duration
 
 	quota *quota // the node's quota; nil: no limits
 	share *share // for a session with another replica; nil: no limits
