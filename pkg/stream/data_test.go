@@ -395,7 +395,10 @@ func TestNarrowLinkEndsDataConnections(t *testing.T) {
 			testkit.ReadAll(t, far)
 			far.Close()
 		}
-		within(t, heartbeatInterval/2, "the data connection has ended", func() bool { return es.dataConns() == 0 })
+		r.eventually("the data connection has ended", func() bool { return es.dataConns() == 0 })
+		if len(r.log.lines("data connection ended", errNarrow.Error())) == 0 {
+			t.Error("it has ended for another reason")
+		}
 		r.idle(e)
 	}
 }

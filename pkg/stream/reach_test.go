@@ -524,21 +524,31 @@ func TestReachGivesUp(t *testing.T) {
 }
 
 // newReachDataRig is a rig with an edge whose conns, for which it asks, go by data connections.
-func newReachDataRig(t *testing.T) (*rig, *edge) {
+func newReachDataRig(t *testing.T, change ...func(*ServerConfig)) (*rig, *edge) {
 	t.Helper()
-	r := newReachRig(t)
+	r := newReachRig(t, change...)
 	r.spares = 8 // half of them are for conns that stay, and half of these for conns that pods can cause
 	return r, r.join("edge1", direct)
 }
 
 // Callers that give up at any moment, by a stream or a data connection, leave nothing behind.
 func TestReachGivesUpWhileHandedOver(t *testing.T) {
-	r, e := newReachDataRig(t)
+	dialled := make(chan struct{}, 1)
+	r, e := newReachDataRig(t, withReach(func(ctx context.Context, request *ReachRequest) (net.Conn, error) {
+		c, err := reachDirect(ctx, request)
+		dialled <- struct{}{} // the conn is about to be handed over
+		return c, err
+	}))
 	target := testkit.Serve(t, testkit.Echo)
 	made := 0
 	for i := range 300 {
 		r.haveSpare("edge1")
-		ctx, cancel := context.WithTimeout(t.Context(), time.Duration(i%30)*100*time.Microsecond)
+		ctx, cancel := context.WithCancel(t.Context())
+		go func() {
+			<-dialled
+			time.Sleep(time.Duration(i%30) * 20 * time.Microsecond)
+			cancel()
+		}()
 		if c, err := e.client.Reach(ctx, target); err == nil {
 			made++
 			if i%2 == 0 {
@@ -568,13 +578,11 @@ func TestReachGivesUpWhileHandedOver(t *testing.T) {
 // If the data connection has died unnoticed, as behind a NAT that forgets, the conn comes by the stream of the call.
 func TestReachAfterADataConnectionDied(t *testing.T) {
 	r, e := newReachDataRig(t)
-	r.haveSpare("edge1")
-	cs := r.cloudEnd("edge1")
-	cs.mu.Lock()
-	for _, d := range cs.spares {
-		d.raw.Close()
-	}
-	cs.mu.Unlock()
+	r.withSpares("edge1", func(cs *cloudSession) {
+		for _, d := range cs.spares {
+			d.raw.Close()
+		}
+	})
 	c, err := e.client.Reach(t.Context(), testkit.Serve(t, testkit.Echo))
 	if err != nil {
 		t.Fatal(err)
@@ -640,17 +648,15 @@ func TestPodsLeaveDataConnections(t *testing.T) {
 
 // An edge that swallows a hand-over delays its caller for a moment, and the conn comes by the stream of the call.
 func TestReachByASilentDataConnection(t *testing.T) {
-	r, e := newReachDataRig(t)
-	r.haveSpare("edge1")
-	cs := r.cloudEnd("edge1")
+	r, e := newReachDataRig(t, func(c *ServerConfig) { c.handOverTime = 100 * time.Millisecond })
 	near, far := net.Pipe() // whoever writes to it is heard, and not answered
 	defer far.Close()
 	go io.Copy(io.Discard, far)
-	cs.mu.Lock()
-	for _, d := range cs.spares {
-		d.Data = conn.NewData(near, near, cs.blocks)
-	}
-	cs.mu.Unlock()
+	cs := r.withSpares("edge1", func(cs *cloudSession) {
+		for _, d := range cs.spares {
+			d.Data = conn.NewData(near, near, cs.blocks)
+		}
+	})
 	began := time.Now()
 	c, err := e.client.Reach(t.Context(), testkit.Serve(t, testkit.Echo))
 	if err != nil {
@@ -670,20 +676,16 @@ func TestReachByASilentDataConnection(t *testing.T) {
 // An edge that takes no new conns gets the conns for which it asks by streams, and is asked for no data connections.
 func TestReachOfADrainedEdgeByStreams(t *testing.T) {
 	r, e := newReachDataRig(t)
-	r.haveSpare("edge1")
 	target := testkit.Serve(t, testkit.Echo)
-	cs := r.cloudEnd("edge1")
-	r.eventually("the edge has opened what it was asked for", func() bool {
-		cs.mu.Lock()
-		defer cs.mu.Unlock()
-		cs.leaving = cs.requested == 0
-		return cs.leaving
-	})
+	cs := r.withSpares("edge1", func(cs *cloudSession) { cs.leaving = true })
 	before := r.counters.DataOpened.Load()
 	for range 5 {
 		c, err := e.client.Reach(t.Context(), target)
 		if err != nil {
 			t.Fatal(err)
+		}
+		if e.client.Session().Link.(*edgeSession).byData(c) {
+			t.Error("a conn goes by a data connection")
 		}
 		c.Close()
 	}
@@ -757,8 +759,10 @@ func TestHandedOverTooMuch(t *testing.T) {
 		return c
 	}
 	topic := uuid.NewString()
-	es.expect(topic, "x", func() {})
-	first, second := handOver(topic), handOver(topic)
+	expected := es.expect(topic, "x", func() {})
+	first := handOver(topic)
+	r.eventually("the call has a conn", func() bool { return len(expected.conn) == 1 })
+	second := handOver(topic)
 	_, err := second.Read(make([]byte, 1))
 	wantErr(t, "the second conn", err, syscall.ECONNRESET)
 	es.expectNoMore(topic)

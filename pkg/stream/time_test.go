@@ -6,6 +6,7 @@ import (
 	"errors"
 	"io"
 	"net"
+	"os"
 	"runtime"
 	"strings"
 	"syscall"
@@ -188,8 +189,7 @@ func TestStrangersAreHungUpOn(t *testing.T) {
 	})
 }
 
-// As many sources as there are places, each with a silent connection, leave room for an
-// edge after a second. The edge is closed until then, and comes again with its own backoff.
+// As many sources as there are places, each with a silent connection, keep an edge out for a second, and not longer.
 func TestStrangersDoNotKeepEdgesOut(t *testing.T) {
 	onFakeClock(t, func(t *testing.T, r *rig) {
 		r.net.spread.Store(true)
@@ -200,10 +200,21 @@ func TestStrangersDoNotKeepEdgesOut(t *testing.T) {
 			}
 			defer c.Close()
 		}
-		e := r.start(r.clientConfig("edge1"), direct)
-		// A second, and the longest wait after four attempts that fit into it. Strangers that kept their places would keep
-		// them for joinTimeout, which is longer.
-		within(t, 9*time.Second, "the edge joins", func() bool { return e.client.Ready() == nil })
+		late, err := r.net.dial(t.Context(), "", "")
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer late.Close()
+		late.SetReadDeadline(time.Now().Add(time.Millisecond))
+		if _, err = late.Read(make([]byte, 1)); err == nil || errors.Is(err, os.ErrDeadlineExceeded) {
+			t.Errorf("another one gets a place at once: %v", err)
+		}
+		time.Sleep(time.Second)
+		start := time.Now()
+		r.join("edge1", direct)
+		if d := time.Since(start); d > time.Second {
+			t.Errorf("the edge has joined after %s", d)
+		}
 	})
 }
 
