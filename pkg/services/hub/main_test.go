@@ -24,12 +24,11 @@ const (
 	// bareServer is an environment variable with the address of the server of BenchmarkTLSAlone. A process with the
 	// variable runs the edges of the benchmark, and no test.
 	bareServer = "TUNNEL_BARE_SERVER"
-	// batchSize and nextSize are the bytes of BenchmarkChange's batch (146), and of an empty request. Each has 14 bytes
-	// of headers: 5 of gRPC, and 9 of HTTP/2.
-	batchSize, nextSize = 160, 14
+	// batchSize is the bytes of BenchmarkChange's batch (146), with 14 bytes of headers: 5 of gRPC, and 9 of HTTP/2.
+	batchSize = 160
 )
 
-// runBareEdges connects to the server of BenchmarkTLSAlone, and asks for batches until the server hangs up.
+// runBareEdges connects to the server of BenchmarkTLSAlone, and reads batches until the server hangs up.
 func runBareEdges(server string) {
 	var running sync.WaitGroup
 	for range edges {
@@ -39,14 +38,8 @@ func runBareEdges(server string) {
 				panic(err)
 			}
 			defer c.Close()
-			next, batch := make([]byte, nextSize), make([]byte, batchSize)
-			for {
-				if _, err = c.Write(next); err != nil {
-					return
-				}
-				if _, err = io.ReadFull(c, batch); err != nil {
-					return
-				}
+			if _, err = c.Write(make([]byte, 1)); err == nil { // the handshake is over
+				io.Copy(io.Discard, c) //nolint:errcheck // the server hangs up
 			}
 		})
 	}

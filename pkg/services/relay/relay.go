@@ -46,6 +46,7 @@ import (
 	"net/netip"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"tunnel.example/tunnel/pkg/services"
@@ -107,6 +108,7 @@ type Relay struct {
 	handedOver chan struct{} // closed when Run no longer serves new callers; nothing is sent
 	wake       chan struct{} // Run must bring a new plan into the kernel; capacity 1, never closed
 	release    *time.Timer   // calls collect, see releaseMemory
+	garbage    atomic.Int64  // how many items have changed since release was last set
 	counts     counters
 	affinity   *affinity
 	refusals   refusals

@@ -282,12 +282,13 @@ func (r *Relay) take(f *file, series []*pb.Changes) error {
 	return nil
 }
 
-// releaseMemory has garbage given back to the system some seconds after a change of n items, if n is large. Until the
-// change is in the file and in the kernel, it takes several times the memory of the state. Go would keep such memory
-// for long.
+// releaseMemory has garbage given back to the system some seconds after a change of n items, if n is large, or after
+// many small changes. Until a change is in the file and in the kernel, it takes several times the memory of its items,
+// and a change of one item as much as one of sixty-four. Go would keep such memory for long.
 func (r *Relay) releaseMemory(n int) {
-	const many, done = 2048, 5 * time.Second
-	if n >= many {
+	const many, least, done = 2048, 64, 5 * time.Second
+	if r.garbage.Add(int64(max(n, least))) >= many {
+		r.garbage.Store(0)
 		r.release.Reset(done)
 	}
 }
