@@ -11,7 +11,6 @@ import (
 	"strings"
 
 	"github.com/google/nftables"
-	"github.com/vishvananda/netlink"
 	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
 )
@@ -24,9 +23,8 @@ import (
 // another port.
 func (*linux) destination(caller, local netip.AddrPort) (at netip.AddrPort, err error) {
 	// The kernel marks its answer as one of several (NLM_F_MULTI), so only an acknowledgement shows the end.
-	get := nl.NewNetlinkRequest(unix.NFNL_SUBSYS_CTNETLINK<<8|nl.IPCTNL_MSG_CT_GET, unix.NLM_F_ACK)
-	get.AddData(&nl.Nfgenmsg{NfgenFamily: familyOf(local.Addr()).protocol, Version: nl.NFNETLINK_V0})
-	get.AddData(tuple(nl.CTA_TUPLE_REPLY, local, caller))
+	get := conntrackRequest(nl.IPCTNL_MSG_CT_GET, unix.NLM_F_ACK, familyOf(local.Addr()))
+	get.AddData(tuple(nl.CTA_TUPLE_REPLY, unix.IPPROTO_UDP, local, caller))
 	answers, err := get.Execute(unix.NETLINK_NETFILTER, 0)
 	switch {
 	case errors.Is(err, unix.ENOENT):
@@ -35,47 +33,94 @@ func (*linux) destination(caller, local netip.AddrPort) (at netip.AddrPort, err 
 		return at, fmt.Errorf("asking the kernel where a datagram was sent to: %w", withRights(err))
 	}
 	for _, answer := range answers {
-		if to, ok := destinationOf(answer); ok {
+		if to := flowOf(answer).to; to.IsValid() {
 			return to, nil
 		}
 	}
 	return at, errUntracked
 }
 
-// tuple returns the attribute that names a flow of UDP by the addresses of one direction.
-func tuple(kind int, from, to netip.AddrPort) *nl.RtAttr {
-	source, target := nl.CTA_IP_V4_SRC, nl.CTA_IP_V4_DST
-	if from.Addr().Is6() {
-		source, target = nl.CTA_IP_V6_SRC, nl.CTA_IP_V6_DST
-	}
+// conntrackRequest returns a request about entries of a family.
+func conntrackRequest(message, flags int, f family) *nl.NetlinkRequest {
+	req := nl.NewNetlinkRequest(unix.NFNL_SUBSYS_CTNETLINK<<8|message, flags)
+	req.AddData(&nl.Nfgenmsg{NfgenFamily: f.protocol, Version: nl.NFNETLINK_V0})
+	return req
+}
+
+// tuple returns the attribute that names flows by the addresses of one direction. It leaves out addresses that are not
+// valid, and ports that are 0.
+func tuple(kind int, protocol byte, from, to netip.AddrPort) *nl.RtAttr {
 	t := nl.NewRtAttr(unix.NLA_F_NESTED|kind, nil)
-	ip := t.AddRtAttr(unix.NLA_F_NESTED|nl.CTA_TUPLE_IP, nil)
-	ip.AddRtAttr(source, from.Addr().AsSlice())
-	ip.AddRtAttr(target, to.Addr().AsSlice())
+	if from.Addr().IsValid() || to.Addr().IsValid() {
+		ip := t.AddRtAttr(unix.NLA_F_NESTED|nl.CTA_TUPLE_IP, nil)
+		addAddr(ip, from.Addr(), nl.CTA_IP_V4_SRC, nl.CTA_IP_V6_SRC)
+		addAddr(ip, to.Addr(), nl.CTA_IP_V4_DST, nl.CTA_IP_V6_DST)
+	}
 	ports := t.AddRtAttr(unix.NLA_F_NESTED|nl.CTA_TUPLE_PROTO, nil)
-	ports.AddRtAttr(nl.CTA_PROTO_NUM, []byte{unix.IPPROTO_UDP})
-	ports.AddRtAttr(nl.CTA_PROTO_SRC_PORT, binary.BigEndian.AppendUint16(nil, from.Port()))
-	ports.AddRtAttr(nl.CTA_PROTO_DST_PORT, binary.BigEndian.AppendUint16(nil, to.Port()))
+	ports.AddRtAttr(nl.CTA_PROTO_NUM, []byte{protocol})
+	if from.Port() != 0 {
+		ports.AddRtAttr(nl.CTA_PROTO_SRC_PORT, binary.BigEndian.AppendUint16(nil, from.Port()))
+	}
+	if to.Port() != 0 {
+		ports.AddRtAttr(nl.CTA_PROTO_DST_PORT, binary.BigEndian.AppendUint16(nil, to.Port()))
+	}
 	return t
 }
 
-// destinationOf returns the original destination in an entry of conntrack.
-func destinationOf(entry []byte) (at netip.AddrPort, ok bool) {
+// addAddr adds an address, if it is valid.
+func addAddr(ip *nl.RtAttr, addr netip.Addr, kind4, kind6 int) {
+	switch {
+	case addr.Is4():
+		ip.AddRtAttr(kind4, addr.AsSlice())
+	case addr.Is6():
+		ip.AddRtAttr(kind6, addr.AsSlice())
+	}
+}
+
+// flow is an entry of conntrack.
+type flow struct {
+	protocol byte
+	state    byte           // of TCP, as in linux/netfilter/nf_conntrack_tcp.h
+	to       netip.AddrPort // where the caller sends to
+	leads    netip.AddrPort // where answers come from
+}
+
+// flowOf reads an entry of conntrack. What the entry lacks is zero.
+func flowOf(entry []byte) (f flow) {
 	const header = 4 // struct nfgenmsg of linux/netfilter/nfnetlink.h
 	if len(entry) < header {
-		return at, false
+		return f
 	}
-	original := attribute(entry[header:], nl.CTA_TUPLE_ORIG)
-	ip, ports := attribute(original, nl.CTA_TUPLE_IP), attribute(original, nl.CTA_TUPLE_PROTO)
-	addr, ok := netip.AddrFromSlice(attribute(ip, nl.CTA_IP_V4_DST))
+	entry = entry[header:]
+	original := attribute(entry, nl.CTA_TUPLE_ORIG)
+	f.protocol = octet(attribute(attribute(original, nl.CTA_TUPLE_PROTO), nl.CTA_PROTO_NUM))
+	f.state = octet(attribute(attribute(attribute(entry, nl.CTA_PROTOINFO), nl.CTA_PROTOINFO_TCP),
+		nl.CTA_PROTOINFO_TCP_STATE))
+	f.to = endOf(original, nl.CTA_IP_V4_DST, nl.CTA_IP_V6_DST, nl.CTA_PROTO_DST_PORT)
+	f.leads = endOf(attribute(entry, nl.CTA_TUPLE_REPLY), nl.CTA_IP_V4_SRC, nl.CTA_IP_V6_SRC, nl.CTA_PROTO_SRC_PORT)
+	return f
+}
+
+// endOf returns an address and a port in a tuple.
+func endOf(tuple []byte, kind4, kind6, port uint16) (end netip.AddrPort) {
+	ip := attribute(tuple, nl.CTA_TUPLE_IP)
+	addr, ok := netip.AddrFromSlice(attribute(ip, kind4))
 	if !ok {
-		addr, ok = netip.AddrFromSlice(attribute(ip, nl.CTA_IP_V6_DST))
+		addr, ok = netip.AddrFromSlice(attribute(ip, kind6))
 	}
-	port := attribute(ports, nl.CTA_PROTO_DST_PORT)
-	if !ok || len(port) != 2 {
-		return at, false
+	number := attribute(attribute(tuple, nl.CTA_TUPLE_PROTO), port)
+	if !ok || len(number) != 2 {
+		return end
 	}
-	return netip.AddrPortFrom(addr.Unmap(), binary.BigEndian.Uint16(port)), true
+	return netip.AddrPortFrom(addr.Unmap(), binary.BigEndian.Uint16(number))
+}
+
+// octet returns the value of an attribute of one byte, or 0.
+func octet(value []byte) byte {
+	if len(value) != 1 {
+		return 0
+	}
+	return value[0]
 }
 
 // attribute returns the value of an attribute, or nil.
@@ -104,13 +149,68 @@ func (k *linux) forget(before, after rules) error {
 	isOwn := ownAddresses(before, after)
 	for _, listener := range k.listeners {
 		own := listener.Addr()
-		_, err := netlink.ConntrackDeleteFilters(netlink.ConntrackTable,
-			netlink.InetFamily(familyOf(own).protocol), outdated{before, after, own, isOwn, !k.full})
-		if err != nil {
-			errs = append(errs, fmt.Errorf("removing entries of conntrack: %w", withRights(err)))
+		o := outdated{before, after, own, isOwn, !k.full}
+		for _, to := range filters(own, before, after) {
+			if err := o.remove(familyOf(own), to); err != nil {
+				errs = append(errs, fmt.Errorf("removing entries of conntrack: %w", withRights(err)))
+			}
 		}
 	}
 	return errors.Join(errs...)
+}
+
+// filters returns to where the flows go that rules may concern, in the family of own: to a few addresses, or anywhere
+// by UDP and TCP. The kernel looks at all flows for each filter.
+func filters(own netip.Addr, all ...rules) []address {
+	const few = 8
+	named := make(map[address]struct{})
+	for _, some := range all {
+		for at := range some {
+			if !at.isPort() || at.protocol == protocolSCTP || at.Addr().Is4() != own.Is4() {
+				continue
+			}
+			if at.isNodePort() {
+				at.AddrPort = netip.AddrPortFrom(netip.Addr{}, at.Port()) // at any address
+			}
+			named[at] = struct{}{}
+			if len(named) > few {
+				return []address{{protocol: protocolUDP}, {protocol: protocolTCP}}
+			}
+		}
+	}
+	return slices.Collect(maps.Keys(named))
+}
+
+// conntrackEntries returns the entries of flows to an address, which may be without address or port. It asks the kernel
+// to leave out the other entries, and connections of TCP that have had an answer: a node may have 100,000 of them.
+// Linux does so since 5.8 and 5.18; an older one returns all entries of the family.
+func conntrackEntries(f family, to address) ([][]byte, error) {
+	// Of linux/netfilter/nfnetlink_conntrack.h, and of net/netfilter/nf_internals.h.
+	const (
+		filter, filterFlags, statusMask  = 25, 1, 26
+		flagAddr, flagProtocol, flagPort = 1 << 1, 1 << 3, 1 << 5 // of the destination
+		seenReply                        = 1 << 1
+	)
+	protocol := protocolNumber(to.protocol)
+	flags := uint32(flagProtocol)
+	if to.Addr().Is4() {
+		flags |= flagAddr
+	} else { // Linux compares addresses of IPv6 the wrong way round (ctnetlink_filter_match_tuple, as of 6.18)
+		to.AddrPort = netip.AddrPortFrom(netip.Addr{}, to.Port())
+	}
+	if to.Port() != 0 {
+		flags |= flagPort
+	}
+	dump := conntrackRequest(nl.IPCTNL_MSG_CT_GET, unix.NLM_F_DUMP, f)
+	dump.AddData(tuple(nl.CTA_TUPLE_ORIG, protocol, netip.AddrPort{}, to.AddrPort))
+	by := nl.NewRtAttr(unix.NLA_F_NESTED|filter, nil)
+	by.AddRtAttr(filterFlags, binary.NativeEndian.AppendUint32(nil, flags))
+	dump.AddData(by)
+	if protocol == unix.IPPROTO_TCP {
+		dump.AddData(nl.NewRtAttr(nl.CTA_STATUS, binary.BigEndian.AppendUint32(nil, 0)))
+		dump.AddData(nl.NewRtAttr(statusMask, binary.BigEndian.AppendUint32(nil, seenReply)))
+	}
+	return dump.Execute(unix.NETLINK_NETFILTER, 0)
 }
 
 // noteFlows notes where the sets of other calls of program have led flows. The process that has made them may have been
@@ -197,7 +297,7 @@ func ownAddresses(all ...rules) map[netip.Addr]struct{} {
 	return nil
 }
 
-// outdated matches the entries of conntrack that forget removes.
+// outdated says which entries of conntrack forget removes.
 type outdated struct {
 	before, after rules
 	own           netip.Addr              // the relay's own address
@@ -207,15 +307,34 @@ type outdated struct {
 	beside bool
 }
 
-// MatchConntrackFlow implements netlink.CustomConntrackFilter.
-func (o outdated) MatchConntrackFlow(f *netlink.ConntrackFlow) bool {
+// remove removes the outdated entries of flows to an address.
+func (o outdated) remove(f family, to address) error {
+	entries, err := conntrackEntries(f, to)
+	if err != nil && !errors.Is(err, nl.ErrDumpInterrupted) { // interrupted: the kernel may have left out some
+		return err
+	}
+	errs := []error{err}
+	for _, entry := range entries {
+		if !o.matches(flowOf(entry)) {
+			continue
+		}
+		remove := conntrackRequest(nl.IPCTNL_MSG_CT_DELETE, unix.NLM_F_ACK, f)
+		remove.AddRawData(entry[nl.SizeofNfgenmsg:])
+		if _, err = remove.Execute(unix.NETLINK_NETFILTER, 0); !errors.Is(err, unix.ENOENT) {
+			errs = append(errs, err)
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// matches reports whether forget removes a flow.
+func (o outdated) matches(f flow) bool {
 	protocol, ok := mayForget(f)
 	if !ok {
 		return false
 	}
-	at := address{addrPort(f.Forward.DstIP, f.Forward.DstPort), protocol}
-	leads := addrPort(f.Reverse.SrcIP, f.Reverse.SrcPort)
-	if stale, known := o.stale(at, leads); known {
+	at := address{f.to, protocol}
+	if stale, known := o.stale(at, f.leads); known {
 		return stale
 	}
 	if _, local := o.isOwn[at.Addr()]; !local {
@@ -225,7 +344,7 @@ func (o outdated) MatchConntrackFlow(f *netlink.ConntrackFlow) bool {
 	if at.Addr().Is6() {
 		every = netip.IPv6Unspecified()
 	}
-	stale, _ := o.stale(address{netip.AddrPortFrom(every, at.Port()), protocol}, leads)
+	stale, _ := o.stale(address{netip.AddrPortFrom(every, at.Port()), protocol}, f.leads)
 	return stale
 }
 
@@ -245,19 +364,13 @@ func (o outdated) stale(at address, leads netip.AddrPort) (stale, known bool) {
 // mayForget returns the protocol of an entry that can be removed without cutting off anything: of UDP, or of a TCP
 // connection that has had no answer. A TCP caller without an answer sends its SYN again, and the rules decide again. ok
 // is false for other entries.
-func mayForget(f *netlink.ConntrackFlow) (protocol string, ok bool) {
+func mayForget(f flow) (protocol string, ok bool) {
 	const synSent = 1 // TCP_CONNTRACK_SYN_SENT of linux/netfilter/nf_conntrack_tcp.h
-	switch f.Forward.Protocol {
+	switch f.protocol {
 	case unix.IPPROTO_UDP:
 		return protocolUDP, true
 	case unix.IPPROTO_TCP:
-		state, known := f.ProtoInfo.(*netlink.ProtoInfoTCP)
-		return protocolTCP, known && state.State == synSent
+		return protocolTCP, f.state == synSent
 	}
 	return "", false
-}
-
-func addrPort(ip net.IP, port uint16) netip.AddrPort {
-	addr, _ := netip.AddrFromSlice(ip)
-	return netip.AddrPortFrom(addr.Unmap(), port)
 }

@@ -3,6 +3,7 @@ package relay
 import (
 	"net"
 	"net/netip"
+	"slices"
 	"testing"
 	"time"
 
@@ -45,13 +46,13 @@ func TestPendingConnectionsAreRedirected(t *testing.T) {
 		conns <- conn
 	}()
 	pending := func() (n int) {
-		all, err := netlink.ConntrackTableList(netlink.ConntrackTable, unix.AF_INET)
+		all, err := conntrackEntries(familyOf(web4.Addr()), address{web4, protocolTCP})
 		if err != nil {
 			t.Skipf("the kernel has no conntrack: %v", err)
 		}
-		for _, f := range all {
-			protocol, ok := mayForget(f)
-			if ok && protocol == protocolTCP && addrPort(f.Forward.DstIP, f.Forward.DstPort) == web4 {
+		for _, entry := range all {
+			f := flowOf(entry)
+			if protocol, ok := mayForget(f); ok && protocol == protocolTCP && f.to == web4 {
 				n++
 			}
 		}
@@ -130,6 +131,53 @@ func TestRelayedFlowsOfKilledProcess(t *testing.T) {
 	}
 }
 
+// The kernel returns only the entries that may be outdated, by an address, a port or a protocol.
+func TestConntrackEntries(t *testing.T) {
+	if !testkit.InOwnNetwork(t) {
+		return
+	}
+	p := newNode(t)
+	other := netip.AddrPortFrom(log4.Addr(), log4.Port()+1)
+	k := &linux{}
+	if _, err := k.open(); err != nil {
+		t.Fatal(err)
+	}
+	all := rules{{log4, protocolUDP}: {port: 7}, {other, protocolUDP}: {port: 7}}
+	if err := k.program(someListeners(1), all); err != nil {
+		t.Skipf("the kernel has no nftables: %v", err)
+	}
+	for _, to := range []netip.AddrPort{log4, log4, other} {
+		if _, err := p.socketIn(to).Write([]byte("hello")); err != nil {
+			t.Fatal(err)
+		}
+	}
+	testkit.Eventually(t, "the kernel knows the flows", func() bool { return tracked(t, log4)+tracked(t, other) == 3 })
+	any4 := func(port uint16) netip.AddrPort { return netip.AddrPortFrom(netip.Addr{}, port) }
+	for _, c := range []struct {
+		to   address
+		want []netip.AddrPort
+	}{
+		{address{log4, protocolUDP}, []netip.AddrPort{log4, log4}},
+		{address{any4(other.Port()), protocolUDP}, []netip.AddrPort{other}},
+		{address{protocol: protocolUDP}, []netip.AddrPort{log4, log4, other}},
+		{address{log4, protocolTCP}, nil},
+		{address{web4, protocolUDP}, nil},
+	} {
+		entries, err := conntrackEntries(familyOf(log4.Addr()), c.to)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var got []netip.AddrPort
+		for _, entry := range entries {
+			got = append(got, flowOf(entry).to)
+		}
+		slices.SortFunc(got, netip.AddrPort.Compare)
+		if !slices.Equal(got, c.want) {
+			t.Errorf("flows to %v by %s: %v", c.to.AddrPort, c.to.protocol, got)
+		}
+	}
+}
+
 // No entry of an established connection is removed.
 func TestOutdated(t *testing.T) {
 	own := netip.AddrPortFrom(addr4, 7)
@@ -137,25 +185,22 @@ func TestOutdated(t *testing.T) {
 	for _, c := range []struct {
 		name     string
 		protocol uint8
-		state    netlink.ProtoInfo
+		state    byte
 		to, from netip.AddrPort // where the caller sends to, and where answers come from
 		want     bool
 	}{
-		{"pending", unix.IPPROTO_TCP, &netlink.ProtoInfoTCP{State: 1}, web4, log4, true},
-		{"answered", unix.IPPROTO_TCP, &netlink.ProtoInfoTCP{State: 2}, web4, log4, false},
-		{"established", unix.IPPROTO_TCP, &netlink.ProtoInfoTCP{State: 3}, web4, log4, false},
-		{"closed", unix.IPPROTO_TCP, &netlink.ProtoInfoTCP{State: 7}, web4, log4, false},
-		{"without a state", unix.IPPROTO_TCP, nil, web4, log4, false},
-		{"to the relay", unix.IPPROTO_TCP, &netlink.ProtoInfoTCP{State: 1}, web4, own, false},
-		{"to another address", unix.IPPROTO_TCP, &netlink.ProtoInfoTCP{State: 1}, log4, web4, false},
-		{"datagrams", unix.IPPROTO_UDP, nil, web4, log4, true},
-		{"datagrams to the relay", unix.IPPROTO_UDP, nil, web4, own, false},
-		{"another protocol", unix.IPPROTO_SCTP, nil, web4, log4, false},
+		{"pending", unix.IPPROTO_TCP, 1, web4, log4, true},
+		{"answered", unix.IPPROTO_TCP, 2, web4, log4, false},
+		{"established", unix.IPPROTO_TCP, 3, web4, log4, false},
+		{"closed", unix.IPPROTO_TCP, 7, web4, log4, false},
+		{"without a state", unix.IPPROTO_TCP, 0, web4, log4, false},
+		{"to the relay", unix.IPPROTO_TCP, 1, web4, own, false},
+		{"to another address", unix.IPPROTO_TCP, 1, log4, web4, false},
+		{"datagrams", unix.IPPROTO_UDP, 0, web4, log4, true},
+		{"datagrams to the relay", unix.IPPROTO_UDP, 0, web4, own, false},
+		{"another protocol", unix.IPPROTO_SCTP, 0, web4, log4, false},
 	} {
-		f := &netlink.ConntrackFlow{ProtoInfo: c.state}
-		f.Forward = netlink.IPTuple{Protocol: c.protocol, DstIP: c.to.Addr().AsSlice(), DstPort: c.to.Port()}
-		f.Reverse = netlink.IPTuple{Protocol: c.protocol, SrcIP: c.from.Addr().AsSlice(), SrcPort: c.from.Port()}
-		if got := o.MatchConntrackFlow(f); got != c.want {
+		if got := o.matches(flow{c.protocol, c.state, c.to, c.from}); got != c.want {
 			t.Errorf("%s: removed: %t", c.name, got)
 		}
 	}
@@ -178,10 +223,7 @@ func TestOutdatedBesideKubeProxy(t *testing.T) {
 		{"elsewhere", true, rule{port: 7}, end, false},
 	} {
 		o := outdated{before: rules{{web4, protocolUDP}: c.was}, own: addr4, beside: c.beside}
-		f := new(netlink.ConntrackFlow)
-		f.Forward = netlink.IPTuple{Protocol: unix.IPPROTO_UDP, DstIP: web4.Addr().AsSlice(), DstPort: web4.Port()}
-		f.Reverse = netlink.IPTuple{SrcIP: c.from.Addr().AsSlice(), SrcPort: c.from.Port()}
-		if got := o.MatchConntrackFlow(f); got != c.want {
+		if got := o.matches(flow{protocol: unix.IPPROTO_UDP, to: web4, leads: c.from}); got != c.want {
 			t.Errorf("%s: removed: %t", c.name, got)
 		}
 	}

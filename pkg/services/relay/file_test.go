@@ -312,7 +312,7 @@ func TestKilled(t *testing.T) {
 		}
 	}
 	path := filepath.Join(t.TempDir(), "services.db")
-	for range 8 {
+	for round := range 8 {
 		cmd := exec.Command(os.Args[0], "-test.run=^TestKilled$", "-test.v")
 		cmd.Env = append(os.Environ(), killed+"="+path)
 		out, err := cmd.StdoutPipe()
@@ -338,7 +338,8 @@ func TestKilled(t *testing.T) {
 			t.Fatal(err)
 		}
 		f.close(time.Time{})
-		if warned.String() != "" || s.Len() == 0 || s.Node("a").GetZone() != s.Node("b").GetZone() {
+		empty := s.Len() == 0 && round > 0 // the first process may be killed before it has written anything
+		if warned.String() != "" || empty || s.Node("a").GetZone() != s.Node("b").GetZone() {
 			t.Errorf("%d items, a is %v, b is %v, log: %s", s.Len(), s.Node("a"), s.Node("b"), warned)
 		}
 	}

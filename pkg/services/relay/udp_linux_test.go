@@ -378,7 +378,8 @@ func tracked(t *testing.T, to netip.AddrPort) (n int) {
 		t.Skipf("the kernel has no conntrack: %v", err)
 	}
 	for _, f := range all {
-		if f.Forward.Protocol == unix.IPPROTO_UDP && addrPort(f.Forward.DstIP, f.Forward.DstPort) == to {
+		addr, _ := netip.AddrFromSlice(f.Forward.DstIP)
+		if f.Forward.Protocol == unix.IPPROTO_UDP && netip.AddrPortFrom(addr.Unmap(), f.Forward.DstPort) == to {
 			n++
 		}
 	}
