@@ -29,6 +29,7 @@ import (
 	"errors"
 	"flag"
 	"fmt"
+	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -251,6 +252,7 @@ func (b *bench) certify() (err error) {
 	}
 	target, relay := rig.CloudLeaf(), rig.CloudLeaf()
 	target.DNSNames = []string{rig.Node}
+	relay.IPs = append(relay.IPs, net.ParseIP(cloudIP)) // Konnectivity's agent verifies it over links
 	errs := []error{os.WriteFile(b.file("ca.crt"), b.ca.CertPEM(), 0o600)}
 	for name, leaf := range map[string]auth.Leaf{
 		"target": target, "relay": relay, "client": {CommonName: "kube-apiserver-kubelet-client", Client: true},
