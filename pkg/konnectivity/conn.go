@@ -123,7 +123,9 @@ func (c *Conn) sendCloseLocked(why string) {
 
 // resetWhenIdleLocked starts the timer of a conn that is half-closed, or was reset behind data. The conn is reset if no
 // byte is read or sent for halfClosedTimeout. While the peer is open, a slow reader may leave data unread for longer.
+// The timer looks twice, since this process may have been paused.
 func (c *Conn) resetWhenIdleLocked() {
+	doubted := false
 	c.idleTimer = time.AfterFunc(c.m.halfClosedTimeout, c.m.guarded(func() {
 		callback := func() {}
 		c.m.mu.Lock()
@@ -133,7 +135,11 @@ func (c *Conn) resetWhenIdleLocked() {
 		case len(c.queue) > 0 && !c.closeReceived: // a slow reader of an open peer
 			c.idleTimer.Reset(c.m.halfClosedTimeout)
 		case wait > 0:
+			doubted = false
 			c.idleTimer.Reset(wait)
+		case !doubted:
+			doubted = true
+			c.idleTimer.Reset(c.m.halfClosedTimeout / 10)
 		default:
 			callback = c.abortLocked()
 			c.sendCloseLocked("")

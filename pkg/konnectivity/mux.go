@@ -238,8 +238,16 @@ func (m *mux) deliver(p *Packet) (known bool) {
 		return false
 	}
 	cost := len(p.Data) + packetCost
+	doubted := false // deliver looks twice, since this process may have been paused before the reader could read
 	for blocker := m.blockerLocked(c, cost); blocker != nil && c.wantsDataLocked(); blocker = m.blockerLocked(c, cost) {
-		if wait := stallTimeout - time.Since(blocker.lastRead); wait > 0 {
+		wait := stallTimeout - time.Since(blocker.lastRead)
+		switch {
+		case wait > 0:
+			doubted = false
+		case !doubted:
+			doubted, wait = true, stallTimeout/10
+		}
+		if wait > 0 {
 			m.mu.Unlock()
 			select {
 			case <-m.progress:

@@ -306,6 +306,7 @@ type watchdog struct {
 	check    *time.Timer // calls look; nil: there is nothing to look at
 	deadline *time.Timer // calls expire; nil until a connection is lost
 	reads    int64       // result of readsLocked when deadline was last set
+	doubted  bool        // expire has found no new reads, and looks once more
 	stopped  bool        // Splice is about to return
 
 	moved      int64     // the number that target.Answered returned last
@@ -412,17 +413,22 @@ func (w *watchdog) loseLocked(d *direction) {
 }
 
 // expire resets both connections if no bytes of a lost one were read for resetTime. Otherwise it
-// extends the deadline.
+// extends the deadline. It looks twice, since this process may have been paused before the next read.
 func (w *watchdog) expire() {
 	w.mu.Lock()
 	reads := w.readsLocked()
 	moves := reads != w.reads
-	w.reads = reads
-	if moves && !w.stopped {
+	stalls := !moves && w.doubted
+	w.reads, w.doubted = reads, !moves
+	switch {
+	case w.stopped, stalls:
+	case moves:
 		w.deadline.Reset(resetTime)
+	default:
+		w.deadline.Reset(resetTime / 10)
 	}
 	w.mu.Unlock()
-	if !moves {
+	if stalls {
 		w.resetBoth()
 	}
 }
