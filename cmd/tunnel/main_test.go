@@ -241,8 +241,10 @@ func TestDoubledSignal(t *testing.T) {
 	}
 	io.ReadFull(out, make([]byte, 1))
 	go io.Copy(io.Discard, out)
-	cmd.Process.Signal(syscall.SIGTERM)
-	cmd.Process.Signal(syscall.SIGINT)
+	// Stopped, the process gets both when it goes on.
+	for _, s := range []os.Signal{syscall.SIGSTOP, syscall.SIGTERM, syscall.SIGINT, syscall.SIGCONT} {
+		cmd.Process.Signal(s)
+	}
 	if err := cmd.Wait(); err != nil {
 		t.Errorf("the demo ended with %v", err)
 	}

@@ -308,7 +308,7 @@ func runScripts(p *fakeConns, cloud, edge script, data []byte) (wrong []string) 
 	e, eDone := edge.run(p.edge, data)
 
 	// Whoever has read and written closes, as Splice does.
-	late := time.After(patience)
+	late, deadline := time.After(patience), time.Now().Add(patience)
 	for _, done := range []chan struct{}{cDone, eDone} {
 		select {
 		case <-done:
@@ -317,7 +317,7 @@ func runScripts(p *fakeConns, cloud, edge script, data []byte) (wrong []string) 
 	}
 	p.cloud.Close()
 	p.edge.Close()
-	for p.gone.Load() != 2 && len(late) == 0 {
+	for p.gone.Load() != 2 && time.Now().Before(deadline) {
 		time.Sleep(10 * time.Microsecond)
 	}
 	if n := p.gone.Load(); n != 2 || !tunnel.IsClosed(cDone) || !tunnel.IsClosed(eDone) {

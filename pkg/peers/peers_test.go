@@ -37,9 +37,7 @@ func TestPeersKnowTheNodes(t *testing.T) {
 			t.Errorf("replica %d says that %v leads to edge2", i, got)
 		}
 		for _, b := range all {
-			if !a.peers.Hears(b.addr) {
-				t.Errorf("replica %d does not hear %v", i, b.addr)
-			}
+			a.eventually("it hears each replica", func() bool { return a.peers.Hears(b.addr) })
 		}
 	}
 	changed := all[2].peers.Changed()
@@ -59,7 +57,8 @@ func TestPeersTellMany(t *testing.T) {
 	all := newFleet(t, 2)
 	var sessions []*tunnel.Session
 	for i := range 3*tellBatch + 7 {
-		s := &tunnel.Session{Node: tunnel.NodeName(fmt.Sprint(strings.Repeat("long", 40), i)), Since: time.Now()}
+		node := tunnel.NodeName(fmt.Sprint(strings.Repeat("long", 40), i))
+		s := &tunnel.Session{Node: node, Since: time.Now(), Link: mute{}}
 		sessions = append(sessions, s)
 		all[0].dir.Attach(s)
 	}
@@ -427,7 +426,7 @@ func (a *replicaRig) stopOne() {
 // A replica that stops loses nothing: its edge is with another one before it ends, and a
 // conn that was open ends in peace.
 func TestLeaveLosesNothing(t *testing.T) {
-	all := newFleet(t, 2)
+	all := newFleet(t, 2, func(c *stream.ServerConfig) { c.Grace = tunnel.GracePeriod })
 	cfg := all[0].clientConfig("edge1")
 	cfg.Dial = all.balanced()
 	e := all[0].start(cfg, direct)
@@ -517,7 +516,8 @@ func TestSessionWithEveryReplica(t *testing.T) {
 		a.front = nil
 	}
 	all[0].stopOne()
-	if all[0].dir.Holds("edge1") || !all[1].dir.Holds("edge1") || !all[2].dir.Holds("edge1") {
+	all[0].eventually("the session has ended", func() bool { return !all[0].dir.Holds("edge1") })
+	if !all[1].dir.Holds("edge1") || !all[2].dir.Holds("edge1") {
 		t.Error("the sessions with the other replicas must go on")
 	}
 	all[1].idle(e)

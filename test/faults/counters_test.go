@@ -63,7 +63,7 @@ func TestCountersAddUp(t *testing.T) {
 		}
 		t.Cleanup(process.Kill)
 	}
-	testkit.Within(t, backWithin, "cloud and edge are ready", func() error {
+	testkit.Within(t, patience, "cloud and edge are ready", func() error {
 		return errors.Join(rig.Ready(p.CloudHealth()), rig.Ready(p.EdgeHealth()))
 	})
 

@@ -61,7 +61,7 @@ func TestKilledWhileDialling(t *testing.T) {
 		})
 		p.edge.Kill()
 		p.startEdge()
-		p.waitReady(backWithin)
+		p.waitReady(patience)
 	}
 	t.Logf("%d kills, %d connections at the target, %d of them reset before a byte", kills, taken.Load(), resets.Load())
 	if n := ghosts.Load(); n > 0 {

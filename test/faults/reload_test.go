@@ -262,7 +262,7 @@ func TestReloadTakesEffect(t *testing.T) {
 	p.wantCommand(0, []string{"mode.cloud.egress"}, "cloud", "reload") // only a restart opens the door of egress
 	p.cloud.Kill()
 	p.startCloud()
-	p.waitReady(backWithin)
+	p.waitReady(patience)
 
 	https, echo := p.tryHTTPS(true), fmt.Sprintf("%q", p.Door("echo"))
 	flows := func(health, limit string) func() error {
@@ -489,7 +489,7 @@ func TestForwards(t *testing.T) {
 
 	p.cloud.Kill()
 	p.startCloud()
-	p.waitReady(backWithin)
+	p.waitReady(patience)
 	if err := tryEcho(t.Context(), extra); err != nil {
 		t.Errorf("the port after a restart: %v", err)
 	}

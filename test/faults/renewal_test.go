@@ -187,7 +187,7 @@ func TestRenewedCertificates(t *testing.T) {
 	}
 	p.edge.Kill()
 	p.startEdge()
-	p.waitReady(backWithin)
+	p.waitReady(patience)
 }
 
 // TestAnotherAuthority changes the authority of the cloud's certificate, and then the
@@ -321,7 +321,7 @@ func TestBadCertificateFiles(t *testing.T) {
 	}
 	p.edge.Kill()
 	p.startEdge()
-	p.waitReady(backWithin)
+	p.waitReady(patience)
 
 	p.replace("cloud.crt", cert)
 	p.replace("cloud.key", key)

@@ -449,7 +449,7 @@ func TestRestartUnderSystemd(t *testing.T) {
 	if got := hears(); got != "READY=1" {
 		t.Errorf("at the start systemd hears %q", got)
 	}
-	p.waitReady(backWithin)
+	p.waitReady(patience)
 	done := p.restart("cloud")
 	got, want := []string{hears(), hears()}, []string{fmt.Sprintf("MAINPID=%d", done.PID), "READY=1"}
 	slices.Sort(got) // two processes send

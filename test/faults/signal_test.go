@@ -198,7 +198,7 @@ func TestEdgeBeforeCloud(t *testing.T) {
 		t.Fatal("the edge does not wait for the cloud")
 	}
 	p.startCloud()
-	p.waitReady(backWithin)
+	p.waitReady(patience)
 	if err := tryEcho(t.Context(), p.Door("echo")); err != nil {
 		t.Error(err)
 	}

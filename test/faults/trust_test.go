@@ -48,7 +48,7 @@ func TestStrangeCloud(t *testing.T) {
 		t.Fatal(err)
 	}
 	p.startCloud()
-	p.waitReady(backWithin)
+	p.waitReady(patience)
 }
 
 // TestRevokedToken takes the node's line out of the token file and puts it back.

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/test/rig"
 )
 
 // TestEverywhere asks every node through every replica, and has streams run the same
@@ -46,8 +47,14 @@ func TestEverywhere(t *testing.T) {
 			streams.want(20)
 
 			// Who asks counts a relayed conn, and who is asked.
-			if got, want := f.relayed()-before, 2*relayed.Load(); got != want || want == 0 {
-				t.Errorf("the replicas count %d relayed conns, want %d", got, want)
+			late := int64(0) // of these requests nobody knows whether they were relayed
+			for _, r := range load.results {
+				if errors.Is(r.err, rig.ErrLate) {
+					late++
+				}
+			}
+			if got, want := f.relayed()-before, 2*relayed.Load(); got > want || got < want-2*late || want == 0 {
+				t.Errorf("the replicas count %d relayed conns, want %d; %d requests were late", got, want, late)
 			}
 			for _, r := range f.Replicas {
 				for _, name := range []string{"tunnel_relay_conns_opened_total", "tunnel_relay_sent_bytes_total",

@@ -271,10 +271,11 @@ func (tn *tunnel) open() pair {
 // counted returns how many conns have gone this way.
 func (tn *tunnel) counted() float64 {
 	tn.t.Helper()
-	values, err := tn.members[0].Metrics()
-	if err != nil {
-		tn.t.Fatal(err)
-	}
+	var values map[string]float64
+	testkit.Within(tn.t, time.Minute, "the cloud tells its metrics", func() (err error) {
+		values, err = tn.members[0].Metrics()
+		return err
+	})
 	return values[tn.way.counter]
 }
 

@@ -132,7 +132,11 @@ func (tn *tunnel) vanish(r round, base map[string]weight, sum *total) {
 		t.Logf("%s: %d conns; the processes held none %v after the cut", r.silence, len(all), took)
 	}
 	// Conns that nobody observes are held if there are more than the observed ones.
-	unseen := tn.conns() - count(outcomes, held)
+	most, err := tn.conns()
+	if err != nil {
+		t.Fatal(err)
+	}
+	unseen := most - count(outcomes, held)
 	for i, x := range all {
 		if x.state.judge == nil {
 			outcomes[i] = freed
@@ -206,22 +210,22 @@ func (tn *tunnel) warmUp(conns int) {
 }
 
 // conns returns the most conns that a member has.
-func (tn *tunnel) conns() (most int) {
-	tn.t.Helper()
+func (tn *tunnel) conns() (most int, err error) {
 	for _, m := range tn.members {
 		w, err := m.weigh()
 		if err != nil {
-			tn.t.Fatal(err)
+			return most, err
 		}
 		most = max(most, int(w.conns))
 	}
-	return most
+	return most, nil
 }
 
 // noConns returns nil when no member has a conn.
 func (tn *tunnel) noConns() error {
-	if n := tn.conns(); n > 0 {
-		return fmt.Errorf("a process still has %d conns", n)
+	n, err := tn.conns()
+	if err == nil && n > 0 {
+		err = fmt.Errorf("a process still has %d conns", n)
 	}
-	return nil
+	return err
 }
