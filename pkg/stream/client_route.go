@@ -160,20 +160,23 @@ func sourceTo(remote string) (netip.Addr, error) {
 	return local.AddrPort().Addr().Unmap().WithZone(""), nil
 }
 
-// checkRoute sends a heartbeat. It returns an error if the cloud does not answer within routeTimeout.
+// checkRoute sends a heartbeat. It returns an error if the cloud does not answer within routeTimeout. It looks twice,
+// since this process may have been paused before it read the answer.
 func (s *edgeSession) checkRoute() error {
 	began := time.Now()
 	s.sendBeat()
-	select {
-	case <-time.After(routeTimeout):
-	case <-s.done:
-		return nil
+	for _, wait := range []time.Duration{routeTimeout, doubtTime} {
+		select {
+		case <-time.After(wait):
+		case <-s.done:
+			return nil
+		}
+		s.mu.Lock()
+		silent := s.silenceLocked()
+		s.mu.Unlock()
+		if silent < time.Since(began) {
+			return nil
+		}
 	}
-	s.mu.Lock()
-	silent := s.silenceLocked()
-	s.mu.Unlock()
-	if silent >= time.Since(began) {
-		return errRouteChanged
-	}
-	return nil
+	return errRouteChanged
 }

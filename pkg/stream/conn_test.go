@@ -287,8 +287,8 @@ func TestSmallWritesAreNotHeldBack(t *testing.T) {
 	c, far := r.pair("edge1")
 	go io.Copy(far, far)
 	buf := make([]byte, 3)
-	c.SetDeadline(time.Now().Add(patience))
 	for range 100 {
+		c.SetDeadline(time.Now().Add(patience))
 		if _, err := c.Write([]byte("abc")); err != nil {
 			t.Fatal(err)
 		}

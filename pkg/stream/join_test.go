@@ -352,14 +352,10 @@ func TestRevoked(t *testing.T) {
 	e := r.join("edge1", direct)
 	other := r.join("edge2", direct)
 	c, _ := r.pair("edge1")
-	start := time.Now()
 	r.auth.revoke("edge1")
 	_, err := c.Read(make([]byte, 1))
 	wantErr(t, "read of a conn whose session was revoked", err, syscall.ECONNRESET)
 	r.eventually("the edge knows", func() bool { return e.client.Ready() != nil })
-	if d := time.Since(start); d > 5*time.Second { // far less than the time after which a silent session ends
-		t.Errorf("it took %s", d)
-	}
 	r.eventually("the edge waits as after a refusal", func() bool {
 		return len(r.log.lines("end=edge", "no session; trying again", "revoked", "token file")) == 1
 	})

@@ -930,9 +930,11 @@ func TestStrangersBytes(t *testing.T) {
 	}
 	r.eventually("all are looked at", func() bool { return a.asked.Load() == strangers })
 	held := inUse() - before
-	for now := int64(0); now > held; now = inUse() - before {
-		held = now
-		time.Sleep(100 * time.Millisecond) // what is read is read
+	for grows := true; grows; { // until what is read is read
+		time.Sleep(100 * time.Millisecond)
+		now := inUse() - before
+		grows = now > held
+		held = max(held, now)
 	}
 	t.Logf("%d KiB are held for each stranger, of %d that each has sent", held/strangers>>10, window>>10)
 	if most := int64(256 << 10); held/strangers > most {

@@ -300,7 +300,7 @@ func (r *rig) haveSpare(node tunnel.NodeName) {
 		if n == 0 {
 			cs.requestMore()
 		}
-		return lasting || n > 0 && !r.reaches // one that owes an end is away for a moment while sayEnd writes
+		return lasting // one that owes an end is away for a moment while sayEnd writes
 	})
 }
 

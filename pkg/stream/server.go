@@ -510,7 +510,11 @@ func (s *Server) intercept(srv any, stream grpc.ServerStream, _ *grpc.StreamServ
 	}); err != nil {
 		if cs := t.session.Load(); cs != nil {
 			cs.Close(err)
-			s.detach(cs)
+			//nolint:errcheck // it has logged the error
+			tunnel.Guard(s.log, s.cfg.Counters, "the session has ended", func() error {
+				s.detach(cs)
+				return nil
+			})
 		}
 		t.refuse()
 		return status.Error(codes.Internal, "internal error")
