@@ -155,16 +155,34 @@ func columns(w io.Writer, table [][]string) {
 	t.Flush() //nolint:errcheck // standard output: nobody is left to tell
 }
 
-// failures says who is missing, and what has failed.
+// failures says who is missing, and what has failed. If more than a few rows of a part failed for the same reason, it
+// only counts them.
 func (r *report) failures() (all []string) {
 	for _, p := range r.Ways {
 		if p.Missing != "" {
 			all = append(all, fmt.Sprintf("%s is missing: %s", p.Name, p.Missing))
 			continue
 		}
+		const few = 4
+		type failure struct{ part, err string }
+		var order []failure
+		rows := make(map[failure][]string)
 		for _, w := range r.Rows {
 			if v := w.Values[p.ID]; v != nil && v.Failed > 0 {
-				all = append(all, fmt.Sprintf("%s, %s, %s: failed %d×: %s", p.Name, w.Part, w.Name, v.Failed, v.Error))
+				f := failure{w.Part, v.Error}
+				if rows[f] == nil {
+					order = append(order, f)
+				}
+				rows[f] = append(rows[f], fmt.Sprintf("%s: failed %d×", w.Name, v.Failed))
+			}
+		}
+		for _, f := range order {
+			what := rows[f]
+			if n := len(what); n > few {
+				what = []string{fmt.Sprintf("%d rows failed", n)}
+			}
+			for _, row := range what {
+				all = append(all, fmt.Sprintf("%s, %s, %s: %s", p.Name, f.part, row, f.err))
 			}
 		}
 	}

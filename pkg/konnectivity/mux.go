@@ -238,16 +238,22 @@ func (m *mux) deliver(p *Packet) (known bool) {
 		return false
 	}
 	cost := len(p.Data) + packetCost
-	doubted := false // deliver looks twice, since this process may have been paused before the reader could read
+	// A reader that stalled while deliver waited may have been kept from reading, by a pause of this process. It has
+	// until grace. Readers that had stalled before are cut off at once.
+	waited, grace := false, time.Time{}
 	for blocker := m.blockerLocked(c, cost); blocker != nil && c.wantsDataLocked(); blocker = m.blockerLocked(c, cost) {
 		wait := stallTimeout - time.Since(blocker.lastRead)
 		switch {
 		case wait > 0:
-			doubted = false
-		case !doubted:
-			doubted, wait = true, stallTimeout/10
+			grace = time.Time{}
+		case waited && grace.IsZero():
+			wait = stallTimeout / 10
+			grace = time.Now().Add(wait)
+		case waited:
+			wait = time.Until(grace)
 		}
 		if wait > 0 {
+			waited = true
 			m.mu.Unlock()
 			select {
 			case <-m.progress:

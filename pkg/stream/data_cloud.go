@@ -250,7 +250,8 @@ func (s *cloudSession) takeSpare(byPods bool) *dataConn {
 	return d
 }
 
-// byPodsLocked returns how many data connections carry conns that any pod can cause. The caller holds mu.
+// byPodsLocked returns how many data connections carry conns that pods have asked for, by a Service. The caller holds
+// mu.
 func (s *cloudSession) byPodsLocked() (n int) {
 	for d := range s.data {
 		if d.byPods {

@@ -169,8 +169,8 @@ func (s *edgeSession) serveOpen(m *tunnel.Message, way openWay, dial tunnel.Dial
 	return s.serveBy(m, way, s.add, func(ctx context.Context) { s.serve(ctx, m.Topic, r, way, dial) })
 }
 
-// serveBy makes an open a topic of the session by register, and calls serve, or refuses the open. The context of serve
-// is done when the topic is aborted.
+// serveBy calls register, which makes the open m a topic of the session, and then serve. If register refuses the open,
+// serveBy tells the cloud so, and does not call serve. The context of serve is done when the topic is aborted.
 func (s *edgeSession) serveBy(
 	m *tunnel.Message, way openWay, register func(string, topic) *tunnel.Refusal, serve func(ctx context.Context),
 ) error {

@@ -343,7 +343,7 @@ func (r *rig) mustDial(node, addr string) net.Conn {
 	return c
 }
 
-// podsHaveHalf reports whether conns that pods can cause have as many data connections as they may have.
+// podsHaveHalf reports whether conns that pods ask for have all data connections that they may have: half of them.
 func (r *rig) podsHaveHalf(node tunnel.NodeName) bool {
 	cs := r.cloudEnd(node)
 	cs.mu.Lock()

@@ -37,8 +37,8 @@ func (r *ReachRequest) event() tunnel.Event {
 	}
 }
 
-// Reach implements the calls by which edges ask for conns, one for each call. If the stream of the call is the conn,
-// the handler returns when the conn has ended.
+// Reach implements the call by which an edge asks for one conn. The conn is the stream of the call, or comes by a data
+// connection. If it is the stream, Reach returns when the conn has ended.
 func (s *Server) Reach(stream pb.Stream_ReachServer) error {
 	cs, err := s.sessionOf(stream.Context())
 	switch {

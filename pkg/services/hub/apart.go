@@ -180,9 +180,9 @@ func (h *Hub) takeLocked(of, p services.Path) {
 	}
 }
 
-// settleLocked decides for each Service that has changed whether all nodes need all of its endpoints. If not, it puts
-// the Service into apart. A paused Service stays out of apart; the first call after its pause decides about it again.
-// The caller holds mu.
+// settleLocked looks at each Service that has changed. If some nodes do not need all of its endpoints, settleLocked
+// puts the Service into apart. During a pause of a Service, settleLocked leaves it out of apart. After the pause, it
+// looks at the Service again. The caller holds mu.
 func (h *Hub) settleLocked() {
 	for len(h.pauses) > 0 && !time.Now().Before(h.pauses[0].until) {
 		path := h.pauses[0].service

@@ -159,8 +159,8 @@ func (k *linux) forget(before, after rules) error {
 	return errors.Join(errs...)
 }
 
-// filters returns to where the flows go that rules may concern, in the family of own: to a few addresses, or anywhere
-// by UDP and TCP. The kernel looks at all flows for each filter.
+// filters returns the destinations of the flows that rules may concern, in the family of own. If they are many, it
+// returns all of UDP and all of TCP, since the kernel looks at each of its flows once for each destination.
 func filters(own netip.Addr, all ...rules) []address {
 	const few = 8
 	named := make(map[address]struct{})
@@ -185,7 +185,7 @@ func filters(own netip.Addr, all ...rules) []address {
 // to leave out the other entries, and connections of TCP that have had an answer: a node may have 100,000 of them.
 // Linux does so since 5.8 and 5.18; an older one returns all entries of the family.
 func conntrackEntries(f family, to address) ([][]byte, error) {
-	// Of linux/netfilter/nfnetlink_conntrack.h, and of net/netfilter/nf_internals.h.
+	// The numbers are those of linux/netfilter/nfnetlink_conntrack.h and net/netfilter/nf_internals.h in Linux's source.
 	const (
 		filter, filterFlags, statusMask  = 25, 1, 26
 		flagAddr, flagProtocol, flagPort = 1 << 1, 1 << 3, 1 << 5 // of the destination
