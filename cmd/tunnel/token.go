@@ -161,7 +161,6 @@ func (f *tokenFlags) run(cmd *cobra.Command, logs *logFlags) error {
 			})
 		}
 	}
-	created[0].AwaitAdoption(cmd.Context()) // the edges may use the tokens as soon as they are printed
 	var v any = created[0]
 	if f.nodesFrom != "" {
 		v = created

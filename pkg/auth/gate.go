@@ -173,8 +173,9 @@ func (g *Gate) byCertificate(ctx context.Context, node tunnel.NodeName, chain []
 }
 
 // Enroll returns the node whose join token c holds, if that node may get a certificate. A node can
-// use a join token for nothing else, and Enroll accepts no other proof.
-func (g *Gate) Enroll(_ context.Context, c Credential) (tunnel.NodeName, error) {
+// use a join token for nothing else, and Enroll accepts no other proof. A token counts from the moment at which the
+// token file holds it.
+func (g *Gate) Enroll(ctx context.Context, c Credential) (tunnel.NodeName, error) {
 	node, err := g.claimedNode(c)
 	switch {
 	case err != nil:
@@ -182,7 +183,14 @@ func (g *Gate) Enroll(_ context.Context, c Credential) (tunnel.NodeName, error) 
 	case c.Token == "":
 		return "", refusal("there is no join token")
 	}
-	if _, err := g.decide(node, joinProof(sha256.Sum256([]byte(c.Token)))); err != nil {
+	p, tb := joinProof(sha256.Sum256([]byte(c.Token))), g.cfg.Tokens.table.Load()
+	_, err = g.decideWith(tb, node, p)
+	if err != nil {
+		if latest := g.cfg.Tokens.latest(ctx); latest != tb {
+			_, err = g.decideWith(latest, node, p)
+		}
+	}
+	if err != nil {
 		return "", err
 	}
 	return node, nil

@@ -11,6 +11,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"tunnel.example/tunnel/pkg/reload"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
@@ -50,8 +51,9 @@ type Tokens struct {
 
 	counting sync.Mutex // guards the file of uses within this process
 
-	table atomic.Pointer[table] // the content in force; replaced as a whole by adopt
-	fault atomic.Pointer[error] // what is wrong with the file now; nil: nothing. Only Run's goroutine stores it
+	table atomic.Pointer[table]         // the content in force; replaced as a whole by adopt
+	seen  atomic.Pointer[reload.FileID] // the file when it was last read; stored after table
+	fault atomic.Pointer[error]         // what is wrong with the file now; nil: nothing. Only Run's goroutine stores it
 }
 
 // sum is the SHA-256 of a token.
@@ -79,6 +81,7 @@ func NewTokens(cfg TokensConfig) (*Tokens, error) {
 		audit:       cfg.Audit,
 		onChange:    func() int { return 0 },
 	}
+	id := reload.Identify(t.path)
 	content, _, err := readSecretFile(t.path, MaxTokenFile, t.log)
 	if err != nil {
 		return nil, fmt.Errorf("token file: %w; "+
@@ -90,6 +93,7 @@ func NewTokens(cfg TokensConfig) (*Tokens, error) {
 	}
 	t.content = sha256.Sum256(content)
 	t.adopt(tb)
+	t.seen.Store(&id)
 	tb.warn(t.log)
 	return t, nil
 }

@@ -358,6 +358,45 @@ func TestBadReloadKeepsTheLastGoodStateAndTriesAgain(t *testing.T) {
 	wantRevoked(t, g)
 }
 
+// A join token is good from the moment at which the file holds it, and not only once Run has read the file.
+func TestTokenIsGoodAtOnce(t *testing.T) {
+	gate, _ := newGate(t, "edge1:one\n", false)
+	testkit.Run(t, gate.Run)
+	for _, node := range []string{"edge2", "edge3"} {
+		writeFile(t, gate.cfg.Tokens.path, "edge1:one\n"+node+":new join\n")
+		if _, err := gate.Enroll(t.Context(), Credential{Node: node, Token: "new"}); err != nil {
+			t.Errorf("%s: %v", node, err)
+		}
+	}
+	// A token that is no longer in the file is not good any more.
+	if _, err := gate.Enroll(t.Context(), Credential{Node: "edge2", Token: "new"}); !errors.Is(err, ErrUnauthenticated) {
+		t.Errorf("a token that was removed: %v", err)
+	}
+}
+
+// Nobody waits for a file that Run does not read, or longer than the caller does.
+func TestCatchUpEnds(t *testing.T) {
+	gate, _ := newGate(t, "edge1:one\n", false)
+	tokens := gate.cfg.Tokens
+	before := tokens.table.Load()
+	writeFile(t, tokens.path, "edge1:one\nedge2:new join\n")
+	if tokens.latest(t.Context()) != before {
+		t.Error("the file was read by somebody else than Run")
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if tokens.latest(ctx) != before {
+		t.Error("the file was read although the caller has gone")
+	}
+	if err := os.Remove(tokens.path); err != nil {
+		t.Fatal(err)
+	}
+	tokens.reload()
+	if tokens.latest(t.Context()) != before {
+		t.Error("a missing file has replaced the table")
+	}
+}
+
 func TestUnreadableFileIsTriedAgain(t *testing.T) {
 	gate, j := newGate(t, "edge1:one\n", false)
 	g := grantFor(t, gate, "edge1", "one")

@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/sha256"
 	"log/slog"
+	"time"
 
 	"tunnel.example/tunnel/pkg/reload"
 )
@@ -16,9 +17,35 @@ func (t *Tokens) Run(ctx context.Context) error {
 	return nil
 }
 
+const (
+	// catchUpPoll is how often latest looks whether Run has read the file.
+	catchUpPoll = 10 * time.Millisecond
+	// catchUpPolls is how often latest looks at most: over a second, within which [reload.Watch] sees each change.
+	catchUpPolls = 120
+)
+
+// latest returns the table in force. If the file has changed since Run has read it, latest first waits until Run
+// has read it again. If Run does not do so within a second, or ctx is done, latest returns the table as it is.
+func (t *Tokens) latest(ctx context.Context) *table {
+	// Turns are counted, not time: a process that was paused gives Run its turns too.
+	for range catchUpPolls {
+		if seen := t.seen.Load(); seen.Equal(reload.Identify(t.path)) {
+			break
+		}
+		select {
+		case <-time.After(catchUpPoll):
+		case <-ctx.Done():
+			return t.table.Load()
+		}
+	}
+	return t.table.Load()
+}
+
 // reload reads the file and puts its content in force if it is good. It returns true if the file could
 // not be read, so that reload is called again soon.
 func (t *Tokens) reload() (again bool) {
+	id := reload.Identify(t.path) // before it is read, so that a write during the reading counts as a change
+	defer func() { t.seen.Store(&id) }()
 	content, info, err := readSecretFile(t.path, MaxTokenFile, slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.keepLastGood(err.Error(), err)

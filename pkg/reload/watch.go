@@ -49,7 +49,7 @@ type watcher struct {
 	notify  func(dirs []string) (notifications, error) // notifyDirs; replaced in tests
 
 	// Owned by run.
-	seen  []fileID // identities of the files just before the last call of changed
+	seen  []FileID // identities of the files just before the last call of changed
 	retry bool     // the last call of changed returned true
 }
 
@@ -149,39 +149,40 @@ func (w *watcher) isWatched(name string) bool {
 
 // differs reports whether any of the files was replaced, modified, removed or created since the last
 // call of changed.
-func (w *watcher) differs() bool { return !slices.EqualFunc(w.seen, w.identify(), fileID.equal) }
+func (w *watcher) differs() bool { return !slices.EqualFunc(w.seen, w.identify(), FileID.Equal) }
 
 // identify returns the identities of all files.
-func (w *watcher) identify() []fileID {
-	all := make([]fileID, len(w.paths))
+func (w *watcher) identify() []FileID {
+	all := make([]FileID, len(w.paths))
 	for i, p := range w.paths {
-		all[i] = identify(p)
+		all[i] = Identify(p)
 	}
 	return all
 }
 
-// identify opens the file, because that makes a network file system ask its server. A stat alone
-// may be answered from a cache for up to a minute (nfs(5), close-to-open).
-func identify(path string) fileID {
+// Identify returns the state of a file. It opens the file, because that makes a network file system ask its
+// server. A stat alone may be answered from a cache for up to a minute (nfs(5), close-to-open).
+func Identify(path string) FileID {
 	// O_NONBLOCK: opening a pipe must not block.
 	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0)
 	if err != nil {
-		return fileID{}
+		return FileID{}
 	}
 	defer f.Close()
 	st, err := f.Stat()
 	if err != nil {
-		return fileID{}
+		return FileID{}
 	}
-	return fileID{st}
+	return FileID{st}
 }
 
-// fileID tells two states of a file apart without reading the file: see equal.
-type fileID struct{ fs.FileInfo } // nil: there was no file
+// FileID tells two states of a file apart without reading the file. The zero value means that there is no file.
+type FileID struct{ info fs.FileInfo }
 
-func (a fileID) equal(b fileID) bool {
-	if a.FileInfo == nil || b.FileInfo == nil {
-		return a.FileInfo == nil && b.FileInfo == nil
+// Equal reports whether a and b are the same file, unchanged.
+func (a FileID) Equal(b FileID) bool {
+	if a.info == nil || b.info == nil {
+		return a.info == nil && b.info == nil
 	}
-	return os.SameFile(a.FileInfo, b.FileInfo) && a.ModTime().Equal(b.ModTime()) && a.Size() == b.Size()
+	return os.SameFile(a.info, b.info) && a.info.ModTime().Equal(b.info.ModTime()) && a.info.Size() == b.info.Size()
 }

@@ -3,7 +3,6 @@ package setup
 import (
 	"bufio"
 	"cmp"
-	"context"
 	"crypto/sha256"
 	"errors"
 	"fmt"
@@ -28,9 +27,6 @@ const (
 	MinTTL     = time.Minute
 	MaxTTL     = 365 * 24 * time.Hour
 )
-
-// adoption is the longest time until a running cloud has read a changed token file.
-const adoption = time.Second
 
 // Token is a new join token. Its exported fields are the JSON output of `tunnel token create`.
 type Token struct {
@@ -197,17 +193,6 @@ func (c tokenChange) linesOf(id string) []string {
 
 // Unwritten returns an error with instructions if the token file could not be written.
 func (t *Token) Unwritten() error { return t.change.unwritten() }
-
-// AwaitAdoption waits until a running cloud has read the token, or until ctx is done.
-func (t *Token) AwaitAdoption(ctx context.Context) {
-	if !t.Written {
-		return
-	}
-	select {
-	case <-time.After(adoption):
-	case <-ctx.Done():
-	}
-}
 
 // Explain prints the line that the operator pastes on the edge to out, and all remarks to notes. It returns an error
 // if it could not write the line to out.
