@@ -337,26 +337,3 @@ func TestExampleFiles(t *testing.T) {
 		}
 	}
 }
-
-// A second signal ends the process while it drains.
-func TestSecondSignal(t *testing.T) {
-	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
-	defer cancel()
-	cmd := exec.CommandContext(ctx, os.Args[0], "demo")
-	cmd.Env = append(os.Environ(), runMain+"=1", "TMPDIR="+t.TempDir())
-	out, err := cmd.StdoutPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	buf := make([]byte, 1)
-	io.ReadFull(out, buf) // the demo prints nothing before both ends are ready
-	cmd.Process.Signal(syscall.SIGTERM)
-	cmd.Process.Signal(syscall.SIGTERM)
-	go io.Copy(io.Discard, out)
-	if err := cmd.Wait(); ctx.Err() != nil {
-		t.Errorf("two signals do not end the demo: %v", err)
-	}
-}
