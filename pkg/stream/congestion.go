@@ -210,6 +210,15 @@ func (l *losses) many(has segments, now time.Time) bool {
 	return false
 }
 
+// resume makes the losses count from since on, when the kernel had counted has, unless they count from an
+// earlier time already that is not too old. So the losses of a transfer's first moments count, which are often
+// its only ones: it grows until a router's queue is full.
+func (l *losses) resume(has segments, since time.Time) {
+	if since.Sub(l.since) > lossLimit {
+		l.since, l.from = since, has
+	}
+}
+
 // judge switches the connection if it loses many packets. One goroutine at a time calls judge.
 func (c *carrier) judge(has segments) {
 	if c.control == nil || !c.control.switches || !c.losses.many(has, time.Now()) {

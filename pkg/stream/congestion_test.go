@@ -74,6 +74,33 @@ func TestLosses(t *testing.T) {
 	}
 }
 
+// The losses of a transfer's first moments count, which are over before the first look at its connection: of a new
+// connection, and of one that has been idle for long.
+func TestLossesOfTheBeginning(t *testing.T) {
+	const trip = 100 * time.Millisecond
+	now := time.Now()
+	for name, before := range map[string]segments{"new": {}, "idle": {sent: 100_000, resent: 10, trip: trip, smooth: trip}} {
+		var l losses
+		if name == "idle" {
+			l.many(before, now.Add(-time.Hour))
+		}
+		has := segments{sent: before.sent + 1000, resent: before.resent + 200, trip: trip, smooth: trip}
+		looks := 0
+		for looks < 20 {
+			looks++
+			l.resume(before, now.Add(-paceInterval))
+			if l.many(has, now) {
+				break
+			}
+			before = has
+			now, has.sent = now.Add(paceInterval), has.sent+1000
+		}
+		if want := int(lossTime / paceInterval); looks != want {
+			t.Errorf("%s: switched at look %d, want %d", name, looks, want)
+		}
+	}
+}
+
 // lossy makes a connection with a congestion control, and tells it twice what the kernel has counted of
 // a connection that loses packets.
 func lossy(t *testing.T, control *Congestion, before string) *carrier {

@@ -173,6 +173,28 @@ func TestLossyLinkWithoutRate(t *testing.T) {
 	}
 }
 
+// A transfer that fills a router's queue is switched although it loses packets in its first moments alone, so that
+// others do not wait behind that queue. With Reno its next losses come after 40 MiB.
+func TestFullQueue(t *testing.T) {
+	t.Parallel()
+	for _, up := range []bool{false, true} {
+		t.Run(fmt.Sprintf("up %v", up), func(t *testing.T) {
+			f := newNetworks(t, rig.Quality{Delay: 10 * time.Millisecond, Rate: 20 * mbit})
+			needBBR(t, f.cloud)
+			f.startBoth("")
+			// The session's own connection carries the first transfer, and a data connection the second.
+			for done := range 2 {
+				b := f.bulk(1, up)
+				testkit.Eventually(t, "a connection is switched", func() bool { return f.switched() > float64(done) })
+				if n := b.sum(); n > 20<<20 {
+					t.Errorf("a connection was switched after %d bytes only", n)
+				}
+				b.stop()
+			}
+		})
+	}
+}
+
 // Over a long link that loses nothing, no connection is switched.
 func TestCleanLink(t *testing.T) {
 	t.Parallel()
