@@ -160,13 +160,10 @@ func (e *Endpoints) update(has known) {
 		if _, ok := has[w]; ok {
 			continue
 		}
-		switch err := add(w); {
+		switch err := e.make(w); {
 		case err == nil, errors.Is(err, os.ErrExist):
 			e.log.Info("connections to the cloud may use another address of this machine", "addr", w.addr.String())
 			has[w] = struct{}{}
-			if err == nil {
-				e.setOurs(w.name(), true)
-			}
 		default:
 			failure = errors.Join(failure, err)
 		}
@@ -180,6 +177,17 @@ func (e *Endpoints) update(has known) {
 	default:
 		e.failure.Store(nil)
 	}
+}
+
+// make adds an endpoint, and notes that this process has to remove it. Made waits for both.
+func (e *Endpoints) make(w endpoint) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	err := add(w)
+	if err == nil {
+		e.ours[w.name()] = true
+	}
+	return err
 }
 
 // forgetRemoved deletes the endpoints from has that the kernel has no more, so that update adds them again: another
