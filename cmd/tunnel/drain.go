@@ -81,7 +81,7 @@ func newDrainCommand() *cobra.Command {
 		Short: "Take a running cloud or edge out of service",
 		Long: `drain takes the running cloud or edge out of service. Its /readyz fails. The edges of a cloud move to
 the other replicas, and then its ports close. An edge gets no new connections. Open connections go on, and
-the process does not end. To bring it back, start it again.
+the process does not end. To bring it back into service, restart it.
 
 With --stop the process ends afterwards, as after SIGTERM: open connections have 25 s. Under systemd, --stop
 is refused, since systemd would start the process again: systemctl stop drains it the same way.

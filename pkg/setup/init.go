@@ -272,7 +272,7 @@ tokenfile = "{Tokens}"
 #logport = 7000
 
 [mode.cloud.stream.dns]
-# No Kubernetes.
+# Names do not use Kubernetes.
 debug = true
 
 # For tunnel ls, status, ping, reload and forward, by the user of the cloud.

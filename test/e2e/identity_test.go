@@ -429,7 +429,7 @@ func (g *guarded) configure(t *testing.T, file string, oldnew ...string) {
 	if file == "cloud.toml" { // for the first time: as the cloud of the other tests is
 		oldnew = append(oldnew,
 			"#logport = 7000", "logport = "+cloudLog,
-			"# No Kubernetes.\ndebug = true", `configmap = "`+nodesMap+`"
+			"# Names do not use Kubernetes.\ndebug = true", `configmap = "`+nodesMap+`"
 listen = "`+cloudIP+`:5353"`)
 		_, front, _ := strings.Cut(g.read(t, "cloud.toml"), "[mode.cloud.https]")
 		text += "\n[mode.cloud.https]" + front
