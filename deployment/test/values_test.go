@@ -48,6 +48,8 @@ func TestWrongValues(t *testing.T) {
 		{"tokens in the wrong place", "single", `certificates: {tokens: "edge1:revoked"}`,
 			"in tokens of the Secret tunnel-cloud"},
 		{"replicas without peers", "single", `cloud: {replicas: 2}`, "write cloud.config.stream.peers"},
+		{"peers at another port", "ha", `cloud: {config: {stream: {server: {grpcport: 9443}}}}`,
+			"peers.service has port 9000, and replicas listen on another"},
 		{"peers without a CA", "ha", `cloud: {config: {stream: {peers: {ca: ""}}}}`, "or anybody could be a replica"},
 		{"CoreDNS without names", "ha-responder", `coredns: {enabled: true}`,
 			"write cloud.config.stream.dns.configmap: tunnel-nodes"},
@@ -77,6 +79,13 @@ func TestWrongValues(t *testing.T) {
 			"kubeletSecret has no effect without cloud.config.https.kubelet"},
 		{"TCP port for nobody", "single", `cloud: {config: {tcp: {"0.0.0.0:2222": "edge1/127.0.0.1:22"}}}`,
 			"write who may connect in cloud.config.tcpallow"},
+		{"TCP port for an empty list", "single",
+			`cloud: {config: {tcp: {"0.0.0.0:2222": "edge1/127.0.0.1:22"}, tcpallow: {"0.0.0.0:2222": []}}}`,
+			"write who may connect in cloud.config.tcpallow"},
+		{"every strategy by an empty list", "egress-httpconnect", `cloud: {config: {egress: {strategies: []}}}`,
+			"minItems: got 0, want 1"},
+		{"every port of the node by an empty list", "edge-host-network", `edge: {config: {allow: []}}`,
+			"minItems: got 0, want 1"},
 		{"UDP port for nobody", "single", `cloud: {config: {udp: {"0.0.0.0:5353": "edge1/127.0.0.1:53"}}}`,
 			"write who may send in cloud.config.udpallow"},
 		{"admin socket in the root", "single", `cloud: {config: {admin: {socket: /admin.sock}}}`, "socket"},
@@ -183,22 +192,23 @@ func TestPortsOfEdges(t *testing.T) {
 		server, service        string // values of cloud.config.stream.server and of cloud.service
 		edges, ingress, opened []string
 		peers                  string // the port of the Service of replicas
+		replicas               int    // the port of peers.service
 		agents                 int    // egress.agentport
 	}{
 		"all": {
 			`{listen: ":8443", websocket: ":8080"}`, `{}`,
-			[]string{"9000 grpc 30900", "443 8443"}, []string{"8080 8080"}, []string{"9000", "8443", "8080"}, "grpc", 0,
+			[]string{"9000 grpc 30900", "443 8443"}, []string{"8080 8080"}, []string{"9000", "8443", "8080"}, "grpc", 9000, 0,
 		},
 		"listen alone": {
 			`{grpcport: null, listen: "0.0.0.0:8443"}`, `{listenPort: 8443}`,
-			[]string{"8443 8443 30900"}, nil, []string{"8443"}, "8443", 0,
+			[]string{"8443 8443 30900"}, nil, []string{"8443"}, "8443", 8443, 0,
 		},
 		"loopback": {
 			`{listen: "127.0.0.1:8443", websocket: "[::1]:8080"}`, `{}`,
-			[]string{"9000 grpc 30900"}, nil, []string{"9000"}, "grpc", 0,
+			[]string{"9000 grpc 30900"}, nil, []string{"9000"}, "grpc", 9000, 0,
 		},
 		"stock agents": {
-			`{}`, `{}`, []string{"9000 grpc 30900", "8091 8091"}, nil, []string{"9000", "8091"}, "grpc", 8091,
+			`{}`, `{}`, []string{"9000 grpc 30900", "8091 8091"}, nil, []string{"9000", "8091"}, "grpc", 9000, 8091,
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -209,11 +219,11 @@ cloud:
   config:
     stream:
       server: %s
-      peers: {service: "tunnel-cloud-peers:9000", ca: /etc/tunnel/secret/ca.crt, servername: tunnel-cloud}
+      peers: {service: "tunnel-cloud-peers:%d", ca: /etc/tunnel/secret/ca.crt, servername: tunnel-cloud}
     https: {addr: {"10250": "127.0.0.1:10250"}}
     egress: {agentport: %d}
 networkPolicy: {enabled: true}
-`, tt.service, tt.server, tt.agents))
+`, tt.service, tt.server, tt.replicas, tt.agents))
 			if err != nil {
 				t.Fatal(err)
 			}

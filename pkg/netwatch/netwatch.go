@@ -24,7 +24,7 @@ const (
 	settle = 300 * time.Millisecond
 	// pause is the shortest time between two calls. Pods that start and stop change routes all the time.
 	pause = 2 * time.Second
-	// again is how long after a failure the Watcher subscribes again.
+	// again is the shortest time between two subscriptions.
 	again = 10 * time.Second
 )
 
@@ -32,8 +32,9 @@ const (
 type Watcher struct {
 	changed func()
 	log     *slog.Logger
-	// subscribe sends to events when something has changed, until ctx is done or it fails. Tests replace it.
-	subscribe func(ctx context.Context, events chan<- struct{}) error
+	// subscribe sends to events when something has changed, until ctx is done or it fails. opened says that the kernel
+	// reported changes until then. Tests replace subscribe.
+	subscribe func(ctx context.Context, events chan<- struct{}) (opened bool, err error)
 }
 
 var _ tunnel.Module = (*Watcher)(nil)
@@ -72,26 +73,28 @@ func (w *Watcher) Run(ctx context.Context) error {
 	}
 }
 
-// watch subscribes, and again after a failure, until ctx is done. A subscription also fails when the kernel drops
-// messages that come too fast. So a failure counts as a change, unless it follows soon after another failure.
+// watch subscribes, and again after a failure, until ctx is done. An open subscription fails when the kernel drops
+// messages that come too fast. It may have lost changes, so its failure counts as a change: the next subscription is
+// open long before changed is called.
 func (w *Watcher) watch(ctx context.Context, events chan<- struct{}) {
-	warned, told := false, false
+	warned := false
 	for ctx.Err() == nil {
 		began := time.Now()
-		err := w.subscribe(ctx, events)
+		opened, err := w.subscribe(ctx, events)
 		if ctx.Err() != nil {
 			return
 		}
-		if !warned {
+		if !opened && !warned {
 			warned = true
 			w.log.Info("the kernel reports no route changes: the edge notices them by timeouts", "err", err)
 		}
-		// A subscription that has lasted for a while has worked, so its failure may have lost changes.
-		if !told || time.Since(began) >= again {
-			told = true
+		if !opened || time.Since(began) < again {
+			wait(ctx, again)
+		}
+		if opened {
+			w.log.Debug("the kernel's reports of route changes broke off, and are asked for again", "err", err)
 			tell(events)
 		}
-		wait(ctx, again)
 	}
 }
 

@@ -3,6 +3,7 @@ package netwatch
 import (
 	"context"
 	"errors"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -20,7 +21,7 @@ func TestCoalesce(t *testing.T) {
 		var calls []time.Duration
 		began := time.Now()
 		w := New(func() { calls = append(calls, time.Since(began)) }, log)
-		w.subscribe = func(ctx context.Context, events chan<- struct{}) error {
+		w.subscribe = func(ctx context.Context, events chan<- struct{}) (opened bool, err error) {
 			for range 10 { // a machine gets its addresses
 				tell(events)
 				time.Sleep(20 * time.Millisecond)
@@ -31,7 +32,7 @@ func TestCoalesce(t *testing.T) {
 				time.Sleep(100 * time.Millisecond)
 			}
 			<-ctx.Done()
-			return nil
+			return true, nil
 		}
 		running := testkit.Run(t, w.Run)
 		time.Sleep(time.Hour)
@@ -47,37 +48,50 @@ func TestCoalesce(t *testing.T) {
 	})
 }
 
-// A system that does not tell is logged once. What may have been missed is one change, not one at each attempt.
+// A system that does not tell is logged once, and an attempt is no change.
 func TestNoSubscription(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		log, text := testkit.NewLog()
 		calls, attempts := 0, 0
 		w := New(func() { calls++ }, log)
-		w.subscribe = func(context.Context, chan<- struct{}) error { attempts++; return errors.New("not permitted") }
+		w.subscribe = func(context.Context, chan<- struct{}) (opened bool, err error) {
+			attempts++
+			return false, errors.New("not permitted")
+		}
 		running := testkit.Run(t, w.Run)
 		time.Sleep(time.Minute)
 		running.Stop()
-		if n := len(text.Lines("by timeouts", "not permitted")); n != 1 || calls != 1 || attempts < 3 {
+		if n := len(text.Lines("by timeouts", "not permitted")); n != 1 || calls != 0 || attempts < 3 {
 			t.Errorf("%d lines, %d calls, %d attempts", n, calls, attempts)
 		}
 	})
 }
 
-// Each subscription that has worked may have lost changes at its end.
+// A subscription that breaks off may have lost changes, and so may the pause until the next one, if there is a pause.
 func TestSubscriptionBreaks(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		log, _ := testkit.NewLog()
-		calls := 0
-		w := New(func() { calls++ }, log)
-		w.subscribe = func(context.Context, chan<- struct{}) error {
-			time.Sleep(time.Minute)
-			return errors.New("no buffer space available")
-		}
-		running := testkit.Run(t, w.Run)
-		time.Sleep(5 * time.Minute)
-		running.Stop()
-		if calls < 3 {
-			t.Errorf("%d calls", calls)
-		}
-	})
+	for lasts, calls := range map[time.Duration]int{time.Minute: 5, time.Second: 27} {
+		synctest.Test(t, func(t *testing.T) {
+			log, text := testkit.NewLog()
+			var open atomic.Bool
+			got := 0
+			w := New(func() {
+				got++
+				if !open.Load() {
+					t.Error("changed is called while nobody listens for the next change")
+				}
+			}, log)
+			w.subscribe = func(context.Context, chan<- struct{}) (opened bool, err error) {
+				open.Store(true)
+				time.Sleep(lasts)
+				open.Store(false)
+				return true, errors.New("no buffer space available")
+			}
+			running := testkit.Run(t, w.Run)
+			time.Sleep(5*time.Minute + time.Second)
+			running.Stop()
+			if got != calls || len(text.Lines("by timeouts")) > 0 {
+				t.Errorf("subscriptions of %v: %d calls, want %d:\n%s", lasts, got, calls, text)
+			}
+		})
+	}
 }

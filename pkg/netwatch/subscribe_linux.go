@@ -9,7 +9,7 @@ import (
 )
 
 // subscribe sends an event for each change of addresses or routes that the kernel reports (rtnetlink(7)).
-func subscribe(ctx context.Context, events chan<- struct{}) error {
+func subscribe(ctx context.Context, events chan<- struct{}) (opened bool, err error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	var mu sync.Mutex // guards cause
@@ -21,16 +21,16 @@ func subscribe(ctx context.Context, events chan<- struct{}) error {
 		cancel()
 	}
 	routes, addrs := make(chan netlink.RouteUpdate), make(chan netlink.AddrUpdate)
-	err := netlink.RouteSubscribeWithOptions(routes, ctx.Done(), netlink.RouteSubscribeOptions{ErrorCallback: failed})
+	err = netlink.RouteSubscribeWithOptions(routes, ctx.Done(), netlink.RouteSubscribeOptions{ErrorCallback: failed})
 	if err != nil {
-		return err
+		return false, err
 	}
 	err = netlink.AddrSubscribeWithOptions(addrs, ctx.Done(), netlink.AddrSubscribeOptions{ErrorCallback: failed})
 	if err != nil {
 		cancel()
 		for range routes { // until package netlink has closed routes
 		}
-		return err
+		return false, err
 	}
 	for routes != nil || addrs != nil { // package netlink closes both when ctx is done
 		select {
@@ -49,5 +49,5 @@ func subscribe(ctx context.Context, events chan<- struct{}) error {
 	}
 	mu.Lock()
 	defer mu.Unlock()
-	return cause
+	return true, cause
 }

@@ -76,6 +76,12 @@
       "cloud.config.stream.peers needs ca and servername, or anybody could be a replica: write ca: "
       "/etc/tunnel/secret/ca.crt and servername: tunnel-cloud") }}
 {{- end }}
+{{- $peersPort := regexFind "[0-9]+$" (toString (get $peers "service")) }}
+{{- if and $peersPort (not (has $peersPort (list (toString $server.grpcport) (include "tunnel.openPort" $server.listen)))) }}
+  {{- $wrong = append $wrong (printf (print
+      "cloud.config.stream.peers.service has port %s, and replicas listen on another: write the port of grpcport or of "
+      "listen in cloud.config.stream.server") $peersPort) }}
+{{- end }}
 {{- if and (eq $cloud.namesLeadTo "service") (get $dns "service") }}
   {{- $wrong = append $wrong (print
       "cloud.config.stream.dns.service lists the pods, and with cloud.namesLeadTo: service no name leads to a pod: "
@@ -165,7 +171,7 @@
 {{- range $table, $verb := dict "tcp" "connect" "udp" "send" }}
   {{- $allowed := dig (printf "%sallow" $table) (dict) $cloud.config }}
   {{- range $listen, $target := dig $table (dict) $cloud.config }}
-    {{- if and $target (not (hasKey $allowed $listen)) (not (regexMatch "^(127\\.|localhost:|\\[::1\\]:)" $listen)) }}
+    {{- if and $target (not (get $allowed $listen)) (not (regexMatch "^(127\\.|localhost:|\\[::1\\]:)" $listen)) }}
       {{- $wrong = append $wrong (printf (print
           "cloud.config.%s has %s, and nobody may %s: write who may %s in cloud.config.%sallow, "
           "such as %q: [10.0.0.0/8]")
