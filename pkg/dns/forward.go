@@ -12,6 +12,8 @@ import (
 	"time"
 
 	"github.com/miekg/dns"
+
+	"tunnel.example/tunnel/pkg/auth"
 )
 
 const (
@@ -38,9 +40,9 @@ type forwarder struct {
 	dial     func(ctx context.Context, network, addr string) (net.Conn, error)
 	lookups  int // see ResponderConfig.Lookups
 
-	mu     sync.Mutex         // guards the following
-	used   int                // queries that wait for an upstream
-	usedBy map[netip.Addr]int // of each client
+	mu     sync.Mutex           // guards the following
+	used   int                  // queries that wait for an upstream
+	usedBy map[netip.Prefix]int // of each source, as auth.Group counts sources
 }
 
 func newForwarder(cfg *ResponderConfig) *forwarder {
@@ -48,14 +50,15 @@ func newForwarder(cfg *ResponderConfig) *forwarder {
 		upstream: cfg.Upstreams,
 		dial:     cfg.Dial,
 		lookups:  cfg.Lookups,
-		usedBy:   make(map[netip.Addr]int),
+		usedBy:   make(map[netip.Prefix]int),
 	}
 }
 
 // admit takes one of the lookups for a query of a client until release is called. ok is false if the client has seven
-// times as many as are left: so one client has 7/8 of all at most, and another client finds room. Further calls of
-// release have no effect.
-func (f *forwarder) admit(client netip.Addr) (release func(), ok bool) {
+// times as many as are left: so one client has 7/8 of all at most, and another client finds room. The addresses of an
+// IPv6 /64 are one client. Further calls of release have no effect.
+func (f *forwarder) admit(addr netip.Addr) (release func(), ok bool) {
+	client := auth.Group(addr)
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.used == f.lookups || f.usedBy[client] >= 7*(f.lookups-f.used) {

@@ -536,8 +536,14 @@ func TestForwardIsBounded(t *testing.T) {
 	}
 }
 
-// One client, whose queries no server answers, leaves room for others.
+// One client, whose queries no server answers, leaves room for others. All addresses of a /64 are one client.
 func TestForwardShares(t *testing.T) {
+	many := newForwarder(&ResponderConfig{Lookups: 64})
+	for i := range 64 {
+		if _, ok := many.admit(netip.AddrFrom16([16]byte{0xfd, 15: byte(i)})); ok != (i < 56) {
+			t.Errorf("lookup %d of one /64: %v", i, ok)
+		}
+	}
 	f := newForwarder(&ResponderConfig{Lookups: 64})
 	fill := func(client string) (n int) {
 		for {

@@ -19,8 +19,8 @@ const (
 	// maxControls is how many controls are remembered: a machine may have a whole network of addresses,
 	// and datagrams of any size.
 	maxControls = 1 << 10
-	// controlRoom is the length of the buffer for control messages, in bytes: IPV6_PKTINFO (40) and
-	// UDP_GRO (24) are the longest that are asked for.
+	// controlRoom is the length of the buffer for control messages, in bytes: IPV6_PKTINFO (40), IP_PKTINFO (32)
+	// and UDP_GRO (24) are the longest that are asked for.
 	controlRoom = 128
 )
 
@@ -36,13 +36,14 @@ type controls struct {
 // for several addresses. On a system that cannot say it, the kernel chooses the source of replies.
 func wantLocal(c *net.UDPConn, listen netip.AddrPort) (v6 bool) {
 	v6 = !listen.Addr().Unmap().Is4()
-	switch {
-	case !listen.Addr().IsUnspecified():
-	case v6:
-		ipv6.NewPacketConn(c).SetControlMessage(ipv6.FlagDst|ipv6.FlagInterface, true) //nolint:errcheck // see above
-	default:
-		ipv4.NewPacketConn(c).SetControlMessage(ipv4.FlagDst|ipv4.FlagInterface, true) //nolint:errcheck // see above
+	if !listen.Addr().IsUnspecified() {
+		return v6
 	}
+	if v6 {
+		ipv6.NewPacketConn(c).SetControlMessage(ipv6.FlagDst|ipv6.FlagInterface, true) //nolint:errcheck // see above
+	}
+	// Also on an IPv6 socket, for IPv4 callers: see sourceFor.
+	ipv4.NewPacketConn(c).SetControlMessage(ipv4.FlagDst|ipv4.FlagInterface, true) //nolint:errcheck // see above
 	return v6
 }
 
@@ -73,8 +74,12 @@ func (c *controls) parse(messages []byte) *control {
 		}
 	}
 	k := &control{segment: trainSegment(messages)}
+	a, ok := netip.AddrFromSlice(dst)
+	if source := sourceFor(messages); source.IsValid() {
+		a = source
+	}
 	// No reply may leave from a broadcast or multicast address.
-	if a, ok := netip.AddrFromSlice(dst); ok && !a.Unmap().IsMulticast() && !dst.Equal(net.IPv4bcast) {
+	if ok && !a.Unmap().IsMulticast() && !dst.Equal(net.IPv4bcast) {
 		k.local, k.reply = a, c.replyFrom(a)
 	}
 	return k

@@ -192,6 +192,64 @@ func TestTrains(t *testing.T) {
 	}
 }
 
+// A place to which nothing can be sent leaves the trains to other places as they are.
+func TestTrainsBesideABadPlace(t *testing.T) {
+	const bad, good = 1, 2
+	calls := 0
+	tr := newTrain(func(to int, _ []byte, _ int) error {
+		if to == bad {
+			return syscall.EINVAL // such as port 0
+		}
+		calls++
+		return nil
+	}, func(int, int, int, error) {}, true)
+	for _, to := range []int{bad, bad, good, good, good} {
+		tr.add(to, make([]byte, 100))
+	}
+	tr.flush()
+	if calls != 1 {
+		t.Errorf("%d system calls for a train", calls)
+	}
+}
+
+// After 2^32 flows, a new flow does not get the number of one that lives.
+func TestNumbersOfFlows(t *testing.T) {
+	p := benchPort(t)
+	c := new(control)
+	p.forward(callerNumber(0), c, []byte("x"))
+	m := p.current[p.Target]
+	m.lastID = 0
+	p.forward(callerNumber(1), c, []byte("x"))
+	if len(m.flows) != 2 {
+		t.Errorf("%d flows, want 2", len(m.flows))
+	}
+}
+
+// Nobody can answer a datagram from port 0, which the kernel delivers.
+func TestPortZero(t *testing.T) {
+	p := benchPort(t)
+	caller := netip.AddrPortFrom(callerNumber(0).Addr(), 0)
+	if why, ok := p.forward(caller, new(control), []byte("x")); ok || why != DropDenied || len(p.table.flows) > 0 {
+		t.Errorf("taken %v, %v, %d flows", ok, why, len(p.table.flows))
+	}
+}
+
+// A flow whose first datagram finds the queue full was never open: the audit says so.
+func TestAuditOfADroppedOpen(t *testing.T) {
+	p := benchPort(t)
+	seen := new(testkit.Trail[tunnel.Event])
+	p.sink = &tunnel.Sink{Audit: seen.Record}
+	full := false
+	for i := 0; i < 10_000 && !full; i++ {
+		why, ok := p.forward(callerNumber(i), new(control), make([]byte, 1200))
+		full = !ok && why == DropFull
+	}
+	p.handOver()
+	if all := seen.All(); !full || len(all) != 1 || all[0].Result != "overloaded" {
+		t.Errorf("the queue is full: %v, events: %+v", full, all)
+	}
+}
+
 // TestFlowsLeaveNothing: many flows one after the other leave nothing behind. TUNNEL_UDP_FLOWS=1000000
 // takes minutes.
 func TestFlowsLeaveNothing(t *testing.T) {

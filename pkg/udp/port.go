@@ -148,8 +148,11 @@ const maxFailures = 100
 
 // forward queues a datagram of a caller, or returns why it is dropped.
 func (p *port) forward(caller netip.AddrPort, c *control, datagram []byte) (why Reason, ok bool) {
-	if len(datagram) > maxDatagram {
+	switch {
+	case len(datagram) > maxDatagram:
 		return DropTooLong, false // the edge would reset the conn
+	case caller.Port() == 0:
+		return DropDenied, false // nobody can answer, and the sender may have any address
 	}
 	now := time.Now()
 	p.mu.Lock()
@@ -173,6 +176,7 @@ func (p *port) forward(caller netip.AddrPort, c *control, datagram []byte) (why 
 	}
 	switch {
 	case !ok && first:
+		f.refusal = tunnel.Refusef(tunnel.Overloaded, "the first datagram was dropped: %s", why)
 		p.forgetLocked(f) // without an end: the edge does not know the flow
 		return why, false
 	case first:
@@ -218,6 +222,9 @@ func (p *port) openLocked(
 	}
 	m := p.currentLocked(target, caller.Addr())
 	m.lastID++
+	for m.flows[m.lastID] != nil { // after 2^32 flows, an old one may still live
+		m.lastID++
+	}
 	f = &flow{key: flowKey{caller, c.local}, reply: c.reply, mux: m, id: m.lastID, since: now, routed: now}
 	m.flows[f.id], m.emptyAt = f, time.Time{}
 	p.table.insert(f, now)

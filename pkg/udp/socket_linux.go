@@ -2,6 +2,7 @@ package udp
 
 import (
 	"encoding/binary"
+	"net/netip"
 	"sync"
 	"syscall"
 	"unsafe"
@@ -38,6 +39,23 @@ func trainSegment(control []byte) int {
 		}
 	}
 	return 0
+}
+
+// sourceFor returns the address of this machine from which the kernel would answer an IPv4 datagram. The zero Addr
+// means that the kernel does not say. The address is the destination of the datagram, unless that is a broadcast
+// address: no datagram may leave from there.
+func sourceFor(control []byte) netip.Addr {
+	messages, err := unix.ParseSocketControlMessage(control)
+	if err != nil {
+		return netip.Addr{}
+	}
+	for _, m := range messages {
+		// struct in_pktinfo: the number of the device, ipi_spec_dst, ipi_addr (ip(7)).
+		if m.Header.Level == unix.IPPROTO_IP && m.Header.Type == unix.IP_PKTINFO && len(m.Data) >= unix.SizeofInet4Pktinfo {
+			return netip.AddrFrom4([4]byte(m.Data[4:8]))
+		}
+	}
+	return netip.Addr{}
 }
 
 // canSegment reports whether the kernel can send several datagrams of one size by one call

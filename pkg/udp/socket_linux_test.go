@@ -182,3 +182,26 @@ func TestLinkLocalCaller(t *testing.T) {
 		}
 	}
 }
+
+// A caller that sends to a broadcast address gets its answers from an address of this machine.
+func TestBroadcastCaller(t *testing.T) {
+	loopback := auth.Sources{netip.MustParsePrefix("127.0.0.0/8")}
+	for _, listen := range []string{"0.0.0.0:0", "[::]:0"} {
+		t.Run(listen, func(t *testing.T) {
+			r := run(t, Listener{Listen: listen, Target: target(t, echo), Allow: loopback})
+			c, err := net.ListenUDP("udp4", &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1)})
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer c.Close()
+			c.SetDeadline(time.Now().Add(patience))
+			all := netip.AddrPortFrom(netip.MustParseAddr("127.255.255.255"), r.addr().Port())
+			if _, err := c.WriteToUDPAddrPort([]byte("x"), all); err != nil {
+				t.Fatal(err)
+			}
+			if _, from, err := c.ReadFromUDPAddrPort(make([]byte, 10)); err != nil || from.Port() != all.Port() {
+				t.Errorf("%v answers, %v", from, err)
+			}
+		})
+	}
+}

@@ -2,7 +2,10 @@
 
 package udp
 
-import "syscall"
+import (
+	"net/netip"
+	"syscall"
+)
 
 // The functions of this file do nothing: only Linux can send and receive several datagrams by one system call.
 
@@ -11,6 +14,8 @@ func growReceive(syscall.RawConn, int) {}
 func receiveTrains(syscall.RawConn) {}
 
 func trainSegment([]byte) int { return 0 }
+
+func sourceFor([]byte) netip.Addr { return netip.Addr{} }
 
 func canSegment() bool { return false }
 

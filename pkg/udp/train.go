@@ -59,9 +59,15 @@ func (t *train[Place]) flush() {
 	var none Place
 	n, to, p := t.n, t.to, t.buf
 	t.n, t.to, t.buf = 0, none, t.buf[:0]
+	limit := t.limit
 	if n > 1 {
 		err := t.send(to, p, t.segment)
-		if !t.notAsTrain(err) {
+		switch {
+		case errors.Is(err, syscall.EIO): // the network interface computes no checksums
+			limit = 0
+		case errors.Is(err, syscall.EINVAL), errors.Is(err, syscall.EMSGSIZE): // a datagram does not fit into one packet
+			limit = t.segment - 1
+		default:
 			t.sent(to, n, len(p), err)
 			return
 		}
@@ -69,22 +75,12 @@ func (t *train[Place]) flush() {
 	for ; n > 0; n-- {
 		one := p[:min(t.segment, len(p))]
 		p = p[len(one):]
-		t.sent(to, 1, len(one), t.send(to, one, 0))
+		err := t.send(to, one, 0)
+		t.sent(to, 1, len(one), err)
+		if err == nil {
+			t.limit = limit // only as a train was the datagram too much for the kernel, so no such train is tried again
+		}
 	}
-}
-
-// notAsTrain reports whether err means that the kernel can send these datagrams only one by one. It
-// also lowers limit, so that datagrams of this size are not tried as a train again.
-func (t *train[Place]) notAsTrain(err error) bool {
-	switch {
-	case errors.Is(err, syscall.EIO): // the network interface computes no checksums
-		t.limit = 0
-	case errors.Is(err, syscall.EINVAL), errors.Is(err, syscall.EMSGSIZE): // a datagram does not fit into one packet
-		t.limit = t.segment - 1
-	default:
-		return false
-	}
-	return true
 }
 
 // buffers is a pool of buffers, each with room for any datagram.
