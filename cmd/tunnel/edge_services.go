@@ -41,7 +41,9 @@ func (w *edgeWiring) addServices() (err error) {
 		return err
 	}
 	w.handedOver = w.services.HandedOver()
-	policy := w.policy.Also(w.services.Home)
+	// The rules of mode full must not lead a conn of another node on to a Service whose external IP is the endpoint's
+	// address: two such Services would send it round in a circle.
+	policy := w.policy.Also(w.services.Home).WithControl(relay.Unredirected)
 	edge := relay.NewEdge(w.services, policy)
 	w.dialers = append(w.dialers, edge)
 	return w.newNear(edge)

@@ -102,14 +102,9 @@ func ParsePolicy(entries []string) (*Policy, error) {
 		lookup: func(ctx context.Context, host string) ([]netip.Addr, error) {
 			return net.DefaultResolver.LookupNetIP(ctx, "ip", host)
 		},
-		dial: func(ctx context.Context, to netip.AddrPort) (net.Conn, error) {
-			return (&net.Dialer{Control: tunnel.ResetOnDeathControl}).DialContext(ctx, "tcp", to.String())
-		},
-		dialUDP: func(to netip.AddrPort) (*net.UDPConn, error) {
-			return net.DialUDP("udp", nil, net.UDPAddrFromAddrPort(to))
-		},
 		ownAddrs: net.InterfaceAddrs,
 	}
+	p.dialWith(func(string, string, syscall.RawConn) error { return nil })
 	aboutSelf, rules := false, []rule(nil)
 	for _, e := range entries {
 		r, err := parseRule(e)
@@ -136,6 +131,32 @@ func (p *Policy) Also(f func(netip.Addr) bool) *Policy {
 	more := *p
 	more.extra = f
 	return &more
+}
+
+// WithControl returns a policy that permits what p permits. It calls control for each socket before it connects the
+// socket (net.Dialer.Control).
+func (p *Policy) WithControl(control func(network, addr string, c syscall.RawConn) error) *Policy {
+	more := *p
+	more.dialWith(control)
+	return &more
+}
+
+// dialWith sets dial and dialUDP.
+func (p *Policy) dialWith(control func(network, addr string, c syscall.RawConn) error) {
+	tcp := &net.Dialer{Control: func(network, addr string, c syscall.RawConn) error {
+		return errors.Join(control(network, addr, c), tunnel.ResetOnDeathControl(network, addr, c))
+	}}
+	udp := &net.Dialer{Control: control}
+	p.dial = func(ctx context.Context, to netip.AddrPort) (net.Conn, error) {
+		return tcp.DialContext(ctx, "tcp", to.String())
+	}
+	p.dialUDP = func(to netip.AddrPort) (*net.UDPConn, error) {
+		c, err := udp.Dial("udp", to.String())
+		if err != nil {
+			return nil, err
+		}
+		return c.(*net.UDPConn), nil //nolint:forcetypeassert // the type that net.Dialer documents
+	}
 }
 
 func parseRule(e string) (rule, error) {

@@ -72,6 +72,39 @@ func (n *fakeNet) policy(t *testing.T, entries ...string) *Policy {
 	return p
 }
 
+// The sockets of a policy with a control pass it before they connect; those of the first policy do not.
+func TestPolicyWithControl(t *testing.T) {
+	var seen []string
+	first, err := ParsePolicy([]string{"self:*"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := first.WithControl(func(network, _ string, _ syscall.RawConn) error {
+		seen = append(seen, network)
+		return nil
+	})
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer ln.Close()
+	for _, one := range []*Policy{first, p} {
+		c, err := one.Dial(t.Context(), "tcp", ln.Addr().String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		u, err := one.DialUDP(t.Context(), "127.0.0.1:9", func(netip.AddrPort) time.Time { return time.Time{} })
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer u.Close()
+	}
+	if got := strings.Join(seen, " "); got != "tcp4 udp4" {
+		t.Errorf("the control saw %q", got)
+	}
+}
+
 func TestPolicyPermits(t *testing.T) {
 	for _, tc := range []struct {
 		entries string

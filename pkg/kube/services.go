@@ -259,8 +259,14 @@ func (s *Services) serviceStore() *serviceStore {
 				return errors.New("not a Service")
 			}
 			value := s.item(key, object.item())
-			if len(object.Spec.Ports) > maxPorts {
-				s.leaveOut(key, fmt.Errorf("it has %d ports, and may have %d", len(object.Spec.Ports), maxPorts))
+			external := len(object.Spec.ExternalIPs) + len(object.Status.LoadBalancer.Ingress)
+			switch {
+			case len(object.Spec.Ports) > services.MaxPorts:
+				s.leaveOut(key, fmt.Errorf("it has %d ports, and may have %d", len(object.Spec.Ports), services.MaxPorts))
+				value = nil
+			case external > services.MaxAddresses:
+				s.leaveOut(key, fmt.Errorf("it has %d external IPs and addresses of load balancers, and may have %d",
+					external, services.MaxAddresses))
 				value = nil
 			}
 			if value == nil || !s.tells(object.Namespace) {
@@ -343,8 +349,8 @@ func (s *Services) sliceStore() *serviceStore {
 				now.service = object.Namespace + "/" + service
 				_, now.headless = object.Labels[headlessLabel]
 				items := object.items()
-				if len(object.Ports) > maxPorts {
-					s.leaveOut(key, fmt.Errorf("it has %d ports, and may have %d", len(object.Ports), maxPorts))
+				if len(object.Ports) > services.MaxPorts {
+					s.leaveOut(key, fmt.Errorf("it has %d ports, and may have %d", len(object.Ports), services.MaxPorts))
 					items = nil
 				}
 				for _, e := range items {
@@ -369,8 +375,6 @@ func (s *Services) sliceStore() *serviceStore {
 // What people with rights in one namespace can write is bounded, since the cloud and every edge keep it, and compare
 // the ports of a Service with those of all its endpoints at each change.
 const (
-	// maxPorts is the most ports of a Service or an EndpointSlice (discovery.k8s.io/v1, EndpointSlice.ports).
-	maxPorts = 100
 	// maxServiceSize is the most bytes of the endpoints of a Service: some 6,000 endpoints with one port.
 	maxServiceSize = 1 << 20
 	// maxNamespaceSize is the most bytes of the endpoints of a namespace: some 100,000 endpoints with one port.

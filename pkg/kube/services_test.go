@@ -498,6 +498,30 @@ func TestServicesTooLarge(t *testing.T) {
 	}
 }
 
+// An edge in mode full has rules for each port of each external address, so a Service with very many is left out.
+func TestServicesWithTooManyAddresses(t *testing.T) {
+	var log testkit.Log
+	got := newSink(t)
+	s := new(Client).Services(nil, got, new(tunnel.Counters), slog.New(slog.NewTextHandler(&log, nil)))
+	store, web := s.serviceStore(), aService("shop", "web")
+	for i := range services.MaxAddresses {
+		web.Spec.ExternalIPs = append(web.Spec.ExternalIPs, fmt.Sprintf("203.0.113.%d", i))
+	}
+	if err := store.Add(web); err != nil {
+		t.Fatal(err)
+	}
+	got.want("as many as it may have", "service/shop/web")
+	more := aService("shop", "web")
+	more.Spec.ExternalIPs = append(web.Spec.ExternalIPs, "203.0.113.200")
+	if err := store.Update(more); err != nil {
+		t.Fatal(err)
+	}
+	got.want("one more")
+	if !strings.Contains(log.String(), "65 external IPs") {
+		t.Errorf("the log is %q", log.String())
+	}
+}
+
 // The endpoints of a Service and of a namespace have bounds. The sink does not get a slice that exceeds them. It gets
 // the slice with its next change, if there is room by then.
 func TestServicesBounds(t *testing.T) {
@@ -513,7 +537,7 @@ func TestServicesBounds(t *testing.T) {
 	}
 	wide := func(service, name string, from byte) *sliceObject { // 250 endpoints of some 3 KiB
 		one := aSlice("shop", service, name)
-		for i := range maxPorts {
+		for i := range 100 {
 			port := fmt.Sprintf("a-port-with-a-long-name-%d", i)
 			one.Ports = append(one.Ports, slicePort{Name: &port, Port: portNumber(i + 1)})
 		}

@@ -66,6 +66,14 @@ func EndpointPath(namespace, service, slice, address string) Path {
 // NodePath returns the path of a Node.
 func NodePath(name string) Path { return kindNode + "/" + name }
 
+// MaxPorts bounds the ports of a Service, as discovery.k8s.io/v1 bounds those of an EndpointSlice. MaxAddresses bounds
+// its external IPs and the addresses of its load balancers, together. An edge in mode full has rules for each port of
+// each address.
+const (
+	MaxPorts     = 100
+	MaxAddresses = 64
+)
+
 // MaxValue is the most bytes of a value, so that each item fits into a batch.
 const MaxValue = 16 << 10
 

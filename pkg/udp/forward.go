@@ -67,7 +67,7 @@ func NewForwarder(conns context.Context, socket *net.UDPConn, router Router, cfg
 		netip.PrefixFrom(netip.IPv4Unspecified(), 0), netip.PrefixFrom(netip.IPv6Unspecified(), 0),
 	}}
 	p := newPort(l, socket, conns, &cfg, cfg.Limits)
-	p.router = router
+	p.router, p.table.perAddr = router, true
 	return &Forwarder{port: p}
 }
 
@@ -105,7 +105,7 @@ func (p *port) routeLocked(
 		if now.Sub(f.routed) < routeTime {
 			return f, had, 0, true
 		}
-	} else if !p.lookups.allow(sourceOf(caller.Addr()), now) {
+	} else if !p.lookups.allow(p.table.sourceOf(caller.Addr()), now) {
 		p.core.Limited(tunnel.LimitFlowsPerAddress)
 		if n, log := p.warnFlows.Allow(); log {
 			p.log.Warn("datagrams are dropped: a caller begins too many flows in a second", "max", maxLookups,
@@ -133,12 +133,12 @@ func (p *port) routeLocked(
 // roomForMuxLocked reports whether a new flow of a caller may open another conn. If there are too many conns, it ends
 // those without flows. The caller holds mu.
 func (p *port) roomForMuxLocked(caller netip.Addr) bool {
-	if p.router == nil || len(p.muxes) < maxMuxes && p.openers[sourceOf(caller)] < maxOpened {
+	if p.router == nil || len(p.muxes) < maxMuxes && p.openers[p.table.sourceOf(caller)] < maxOpened {
 		return true
 	}
 	hasEnded := false
 	for m := range p.muxes {
-		if len(m.flows) == 0 && !m.retired && (len(p.muxes) >= maxMuxes || m.opener == sourceOf(caller)) {
+		if len(m.flows) == 0 && !m.retired && (len(p.muxes) >= maxMuxes || m.opener == p.table.sourceOf(caller)) {
 			p.retireLocked(m)
 			hasEnded = true
 		}

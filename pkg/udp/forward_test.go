@@ -171,17 +171,17 @@ func TestForwarderSharesConns(t *testing.T) {
 	f.port.mu.Lock()
 	defer f.port.mu.Unlock()
 	one, other := netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("192.0.2.2")
-	f.port.openers[sourceOf(one)] = maxOpened
+	f.port.openers[f.port.table.sourceOf(one)] = maxOpened
 	if f.port.roomForMuxLocked(one) || !f.port.roomForMuxLocked(other) {
 		t.Error("one caller may open conns for ever, or others none")
 	}
 	m := newMux(f.port, "idle")
-	m.opener, f.port.muxes[m] = sourceOf(one), struct{}{}
+	m.opener, f.port.muxes[m] = f.port.table.sourceOf(one), struct{}{}
 	if !f.port.roomForMuxLocked(one) || !m.retired {
 		t.Error("a conn of the caller without flows makes no room")
 	}
 	f.port.dropLocked(m)
-	if n := f.port.openers[sourceOf(one)]; n != maxOpened-1 {
+	if n := f.port.openers[f.port.table.sourceOf(one)]; n != maxOpened-1 {
 		t.Errorf("%d conns of the caller", n)
 	}
 }
@@ -211,7 +211,7 @@ func TestForwarderAsksSeldom(t *testing.T) {
 		t.Errorf("a second later it is dropped: %v", why)
 	}
 	for i := range 2 * maxLookupSources {
-		f.port.lookups.allow(sourceOf(callerNumber(i).Addr()), time.Now())
+		f.port.lookups.allow(f.port.table.sourceOf(callerNumber(i).Addr()), time.Now())
 	}
 	if n := len(f.port.lookups.of); n > maxLookupSources+1 {
 		t.Errorf("%d sources are counted", n)

@@ -237,7 +237,7 @@ func (p *port) openLocked(
 func (p *port) currentLocked(target string, caller netip.Addr) *mux {
 	if p.current[target] == nil {
 		m := newMux(p, target)
-		m.opener = sourceOf(caller)
+		m.opener = p.table.sourceOf(caller)
 		p.current[target] = m
 		p.muxes[m] = struct{}{}
 		p.openers[m.opener]++

@@ -94,8 +94,10 @@ func (s *source) len() int { return s.fresh.Len() + s.confirmed.Len() }
 // fill the table and keep new callers out. If it uses the address of a caller, it can fill the places of
 // this source, and then displace the caller's confirmed flow.
 type table struct {
-	limits Limits // set once
-	idle   time.Duration
+	// Set once.
+	limits  Limits
+	idle    time.Duration
+	perAddr bool // each IPv6 address is a source, not each /64: the callers are pods, whose node has one /64
 
 	flows     map[flowKey]*flow
 	fresh     *list.List // of *flow, longest idle first
@@ -112,10 +114,10 @@ func newTable(l Limits) *table {
 }
 
 // sourceOf returns the source of an address.
-func sourceOf(a netip.Addr) netip.Prefix {
+func (t *table) sourceOf(a netip.Addr) netip.Prefix {
 	a = a.Unmap().WithZone("")
-	bits := 32
-	if a.Is6() {
+	bits := a.BitLen()
+	if a.Is6() && !t.perAddr {
 		bits = 64
 	}
 	p, _ := a.Prefix(bits) // an address of a socket is valid
@@ -125,7 +127,7 @@ func sourceOf(a netip.Addr) netip.Prefix {
 // room returns the flow that must end to make room for a new flow of caller; nil: there is room. If
 // there is no room and no flow may be displaced, ok is false, and limit is the limit that is reached.
 func (t *table) room(caller netip.Addr, now time.Time) (victim *flow, limit tunnel.Limit, ok bool) {
-	if s := t.sources[sourceOf(caller)]; s != nil && s.len() >= t.limits.FlowsPerAddress {
+	if s := t.sources[t.sourceOf(caller)]; s != nil && s.len() >= t.limits.FlowsPerAddress {
 		front := s.fresh.Front()
 		if front == nil {
 			front = s.confirmed.Front()
@@ -147,7 +149,7 @@ func (t *table) room(caller netip.Addr, now time.Time) (victim *flow, limit tunn
 
 // insert adds a flow that is not in the table.
 func (t *table) insert(f *flow, now time.Time) {
-	prefix := sourceOf(f.key.caller.Addr())
+	prefix := t.sourceOf(f.key.caller.Addr())
 	s := t.sources[prefix]
 	if s == nil {
 		s = new(source)
@@ -183,7 +185,7 @@ func (t *table) remove(f *flow) {
 	delete(t.flows, f.key)
 	f.source.list(f).Remove(f.inSource)
 	if f.source.len() == 0 {
-		delete(t.sources, sourceOf(f.key.caller.Addr()))
+		delete(t.sources, t.sourceOf(f.key.caller.Addr()))
 	}
 	if f.confirmed {
 		t.confirmed.Remove(f.inClass)

@@ -121,6 +121,14 @@ func TestFlowsPerAddress(t *testing.T) {
 	g.want("10.0.0.1:1", "")
 	g.want("[::ffff:10.0.0.1]:1", "")
 	g.want("10.0.0.1:2", "10.0.0.1:1")
+	// The pods of a node have one /64, and each is a source.
+	pods := newFlows(t, 100, 2)
+	pods.perAddr = true
+	for i := range 3 {
+		pods.want(fmt.Sprintf("[2001:db8::%d]:1", i+1), "")
+	}
+	pods.want("[2001:db8::1]:2", "")
+	pods.want("[2001:db8::1]:3", "[2001:db8::1]:1")
 }
 
 // A flood from many addresses does not displace callers that talk with their target.

@@ -65,6 +65,10 @@ func (e *Edge) Run(ctx context.Context) error { return e.datagrams.Run(ctx) }
 // endpoint before this node has.
 const stateTime = 2 * time.Second
 
+// loadTime is how long an open waits until the state of the file is loaded. It is shorter than the time that callers
+// give an open.
+const loadTime = 8 * time.Second
+
 // serve dials an endpoint of this node for another node. It refuses every other address.
 func (e *Edge) serve(ctx context.Context, req tunnel.Request) (net.Conn, error) {
 	addr, err := netip.ParseAddrPort(req.Addr)
@@ -84,20 +88,23 @@ func (e *Edge) serve(ctx context.Context, req tunnel.Request) (net.Conn, error) 
 }
 
 // waitForOwn reports whether the endpoint at is on this node. It waits up to stateTime for a state in which the
-// endpoint is.
+// endpoint is. The time counts from when the state of the file is loaded: after tunnel restart, the old process has the
+// file for a moment.
 func (r *Relay) waitForOwn(ctx context.Context, at address) bool {
-	late := time.NewTimer(stateTime)
-	defer late.Stop()
+	late, counts := time.After(loadTime), false
 	for {
 		r.mu.Lock()
-		changed := r.changed.Next()
+		changed, loaded := r.changed.Next(), r.loaded || r.current
 		r.mu.Unlock()
 		if r.owns(at) {
 			return true
 		}
+		if loaded && !counts {
+			late, counts = time.After(stateTime), true
+		}
 		select {
 		case <-changed:
-		case <-late.C:
+		case <-late:
 			return false
 		case <-ctx.Done():
 			return false

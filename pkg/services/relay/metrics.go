@@ -128,5 +128,5 @@ func (r *Relay) staleSecondsLocked() float64 {
 	case r.since.IsZero():
 		return -1
 	}
-	return max(0, time.Since(r.since).Seconds())
+	return max(1, time.Since(r.since).Seconds()) // also if the clock stands before the time of the state
 }

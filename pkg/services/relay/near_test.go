@@ -455,6 +455,9 @@ func TestNearHostileNode(t *testing.T) {
 		item(t, services.ServicePath("shop", "proxied"), &services.Service{
 			ClusterIps: []string{"10.96.0.77"}, Ports: port, OtherProxy: true}),
 		item(t, path("proxied", "10.88.2.5"), at("10.88.2.5", "edge2")),
+		item(t, services.ServicePath("shop", "local"), &services.Service{
+			ClusterIps: []string{"10.96.0.78"}, InternalLocal: true, Ports: port}),
+		item(t, path("local", "10.88.2.5"), at("10.88.2.5", "edge2")), // for callers on its node alone
 		item(t, path("web", "10.88.3.9"), at("10.88.3.9", "edge3")),
 		item(t, path("web", "10.96.0.10"), at("10.96.0.10", "edge2")), // a ClusterIP
 		item(t, path("web", "127.0.0.1"), at("127.0.0.1", "edge2")),
@@ -465,6 +468,7 @@ func TestNearHostileNode(t *testing.T) {
 		far4 + " TCP 8081", far4 + " TCP 0", far4 + " UDP 53", far4 + " tcp 8080", far4, "", " ", "10.88.2.5:8080",
 		"service/shop/web TCP 8080", far4 + " TCP 8080 x", far4 + "\x00 TCP 8080",
 		path("headless", "10.88.2.5") + " TCP 8080", path("proxied", "10.88.2.5") + " TCP 8080",
+		path("local", "10.88.2.5") + " TCP 8080",
 		path("web", "10.88.3.9") + " TCP 8080", path("web", "10.96.0.10") + " TCP 8080",
 		path("web", "127.0.0.1") + " TCP 8080", path("gone", "10.88.2.7") + " TCP 8080",
 	} {

@@ -187,7 +187,7 @@ func (n *Near) dialOwn(ctx context.Context, node tunnel.NodeName, line string) (
 }
 
 // ownEndpoint returns the address of an endpoint on this node. ok is false if the endpoint is on another node, or if
-// edges do not relay its Service.
+// edges do not relay its Service for callers on other nodes.
 func (r *Relay) ownEndpoint(t services.Target) (at netip.AddrPort, ok bool) {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
@@ -197,7 +197,7 @@ func (r *Relay) ownEndpoint(t services.Target) (at netip.AddrPort, ok bool) {
 		return p.GetProtocol() == t.Protocol && p.GetPort() == uint32(t.Port)
 	})
 	if e == nil || services.Home(e) != string(r.cfg.Node) || !hasPort || len(s.GetClusterIps()) == 0 ||
-		s.GetHeadless() || s.GetOtherProxy() || s.GetExternalName() != "" {
+		s.GetHeadless() || s.GetOtherProxy() || s.GetExternalName() != "" || services.NodeLocal(s) {
 		return at, false
 	}
 	addr, ok := addressOf(r.state, e)

@@ -567,9 +567,9 @@ func externalIPs(service *services.Service) []netip.Addr {
 	return all
 }
 
-// permitted returns the addresses that can be those of a Service.
+// permitted returns the addresses that can be those of a Service, MaxAddresses at most.
 func permitted(texts []string) (all []netip.Addr) {
-	for _, text := range texts {
+	for _, text := range texts[:min(len(texts), services.MaxAddresses)] {
 		if addr, err := netip.ParseAddr(text); err == nil && mayRedirect(addr.Unmap()) {
 			all = append(all, addr.Unmap())
 		}
@@ -584,10 +584,11 @@ func (n planner) frontends(path services.Path, service *services.Service) func(y
 		if service.GetOtherProxy() {
 			return
 		}
-		cluster := clusterIPs(service)
+		cluster, ports := clusterIPs(service), service.GetPorts()
+		ports = ports[:min(len(ports), services.MaxPorts)]
 		each := func(addrs []netip.Addr, external bool, number func(*services.Port) (uint16, bool)) bool {
 			for _, addr := range addrs {
-				for _, port := range service.GetPorts() {
+				for _, port := range ports {
 					at, ok := number(port)
 					if !ok || !served(port) && (!n.full || port.GetProtocol() != protocolSCTP) {
 						continue

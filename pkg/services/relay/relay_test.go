@@ -934,6 +934,26 @@ func TestEdgeDialsItsEndpoints(t *testing.T) {
 	})
 }
 
+// After tunnel restart, the old process has the file for a moment. Meanwhile an open waits for the state.
+func TestEdgeWaitsForItsFile(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r, _ := newTestRelay(t, new(fake), newCloud())
+		var dialled []string
+		e := NewEdge(r, noting{dialled: &dialled})
+		go func() {
+			time.Sleep(2 * stateTime)
+			if _, _, err := r.applySeries([]*pb.Changes{
+				shop(t), {Set: []*pb.Item{item(t, other, endpoint("10.88.1.5", "edge1"))}},
+			}); err != nil {
+				t.Error(err)
+			}
+		}()
+		if _, err := e.serve(t.Context(), tunnel.Request{Network: "tcp", Addr: "10.88.1.5:8080"}); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
 // Addresses of the node and of its pods are its own, whatever EndpointSlices say, and whatever the cloud says.
 func TestHome(t *testing.T) {
 	r, _ := newTestRelay(t, new(fake), newCloud())
