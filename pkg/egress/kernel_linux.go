@@ -42,8 +42,8 @@ func readRoutes() ([]route, error) {
 			all = append(all, route{to: netip.PrefixFrom(addr, addr.BitLen())})
 		}
 	}
-	for family, table := range map[int]int{unix.AF_INET: unix.RT_TABLE_MAIN, unix.AF_INET6: unix.RT_TABLE_UNSPEC} {
-		listed, err := listRoutes(family, table)
+	for _, family := range []int{unix.AF_INET, unix.AF_INET6} {
+		listed, err := listRoutes(family, family == unix.AF_INET)
 		if err != nil {
 			return nil, err
 		}
@@ -52,10 +52,15 @@ func readRoutes() ([]route, error) {
 	return all, nil
 }
 
-// listRoutes returns the routes of a family in a table; RT_TABLE_UNSPEC: in all tables.
-func listRoutes(family, table int) (all []netlink.Route, err error) {
+// listRoutes returns the routes of a family in all tables, or in the main table alone. Package netlink then skips
+// routes of other tables before it decodes them: in mode full of Services, there is one for each ClusterIP.
+func listRoutes(family int, mainAlone bool) (all []netlink.Route, err error) {
+	mask := netlink.RT_FILTER_TABLE
+	if mainAlone {
+		mask = 0 // without a filter, package netlink lists the main table
+	}
 	for range maxDumps {
-		all, err = netlink.RouteListFiltered(family, &netlink.Route{Table: table}, netlink.RT_FILTER_TABLE)
+		all, err = netlink.RouteListFiltered(family, &netlink.Route{Table: unix.RT_TABLE_UNSPEC}, mask)
 		if !errors.Is(err, netlink.ErrDumpInterrupted) {
 			break
 		}

@@ -36,11 +36,13 @@ const (
 	// probeTimeout is how long a kubelet may take to say whether it has a pod. It is below
 	// findTimeout so that there is time to answer the caller.
 	probeTimeout = 4 * time.Second
-	// silentProbeTimeout replaces probeTimeout for a kubelet that did not answer the last time.
+	// silentProbeTimeout replaces probeTimeout for a kubelet that did not answer within the last maxSilence.
 	silentProbeTimeout = time.Second
 	// maxSilence is how long a kubelet that does not answer keeps pods from other nodes. Restarting
 	// a kubelet, or switching its uplink, takes less time.
 	maxSilence = time.Minute
+	// silenceKept is how long a missing answer counts if the kubelet is not asked again: it may have been well since.
+	silenceKept = 10 * time.Minute
 	// hintTTL is how long the result of a search saves further searches for the same pod.
 	hintTTL = 10 * time.Second
 	// maxProbes bounds how many kubelets one search asks at a time.
@@ -60,10 +62,13 @@ type Pods interface {
 type finder struct {
 	flights singleflight.Group // one search at a time for each pod and caller
 
-	mu     sync.Mutex                    // guards the following
-	hints  map[podRef]hint               // last result for each pod, at most maxHints
-	silent map[tunnel.NodeName]time.Time // since when a connected node has not answered; no entry: it has answered
+	mu     sync.Mutex                  // guards the following
+	hints  map[podRef]hint             // last result for each pod, at most maxHints
+	silent map[tunnel.NodeName]silence // connected nodes that have not answered; no entry: the node has answered
 }
+
+// silence is that a node has not answered from since to last, the times of its first and last missing answer.
+type silence struct{ since, last time.Time }
 
 // hint is a search's result: only this node claimed the pod.
 type hint struct {
@@ -106,7 +111,7 @@ func (f *finder) forget(ref podRef) {
 func (f *finder) timeoutFor(n tunnel.NodeName) time.Duration {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if _, silent := f.silent[n]; silent {
+	if s, silent := f.silent[n]; silent && time.Since(s.last) < maxSilence {
 		return silentProbeTimeout
 	}
 	return probeTimeout
@@ -121,15 +126,17 @@ func (f *finder) recordAnswer(n tunnel.NodeName, answered bool) (mayHave bool) {
 		delete(f.silent, n)
 		return false
 	}
-	since, silent := f.silent[n]
-	if !silent {
-		if f.silent == nil {
-			f.silent = make(map[tunnel.NodeName]time.Time)
-		}
-		since = time.Now()
-		f.silent[n] = since
+	now := time.Now()
+	s, silent := f.silent[n]
+	if !silent || now.Sub(s.last) > silenceKept {
+		s.since = now
 	}
-	return time.Since(since) < maxSilence
+	s.last = now
+	if f.silent == nil {
+		f.silent = make(map[tunnel.NodeName]silence)
+	}
+	f.silent[n] = s
+	return now.Sub(s.since) < maxSilence
 }
 
 // prune forgets the silence of nodes that are not connected.

@@ -237,7 +237,13 @@ func TestSilentNode(t *testing.T) {
 		k.have["good"] = "ns/four"
 		want("new, beside a silent node", "four", "", 503, silentProbeTimeout)
 		time.Sleep(maxSilence)
-		want("new, beside a node that has been silent for long", "four", "good", 0, silentProbeTimeout)
+		want("new, beside a node that has been silent for long", "four", "good", 0, probeTimeout)
+		time.Sleep(hintTTL)
+		want("and is waited for less the next time", "four", "good", 0, silentProbeTimeout)
+		time.Sleep(silenceKept + time.Second)
+		k.have["good"] = "ns/five"
+		want("nobody has asked the node for long, so it may have been well since", "five", "", 503, probeTimeout)
+		k.have["good"] = "ns/four"
 		k.set(func(f *fakeTunnel) { f.nodes["other"] = false })
 		want("new, without it", "four", "good", 0, 0)
 	})
