@@ -49,11 +49,12 @@ Exit codes: 0 ok, 1 a step failed, 2 wrong command line or no token, 4 refused b
 			case err != nil:
 				return &exitError{exitUsage, err}
 			}
+			shared := token.Nodes != ""
 			if token, err = setup.ForNode(token, flags.node, environment()); err != nil {
 				return &exitError{exitUsage, err}
 			}
 			return setupError(setup.Join(cmd.Context(), setup.JoinConfig{
-				Token: token, Dir: flags.dir, Force: flags.force, Systemd: flags.systemd,
+				Token: token, Shared: shared, Dir: flags.dir, Force: flags.force, Systemd: flags.systemd,
 				Servers: flags.servers, Proxy: flags.proxy, ProxyFile: flags.proxyFile, ProxyCA: flags.proxyCA,
 				Environment: httpproxy.FromEnvironment(), Host: host(), Out: cmd.OutOrStdout(),
 			}))

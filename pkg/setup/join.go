@@ -136,8 +136,9 @@ func interruptible(ctx context.Context, read func() ([]byte, error)) ([]byte, er
 
 // JoinConfig says how to make this machine a node.
 type JoinConfig struct {
-	Token   auth.JoinToken
-	Dir     string // for the files
+	Token   auth.JoinToken // for one node, see ForNode
+	Shared  bool           // Token was for several nodes, and is good for each of them once
+	Dir     string         // for the files
 	Force   bool   // replace the files of another node, or of another cloud
 	Systemd bool   // have systemd start the edge
 	// How to reach the cloud. For zero values, Join takes the servers and the proxy of an existing configuration.
@@ -239,12 +240,21 @@ func (j *joining) steps(ctx context.Context) error {
 
 // explain prints the command that starts the edge.
 func (j *joining) explain(files *nodeFiles) {
+	if filepath.Dir(files.certPath) == stateDir { // an earlier join has installed the unit
+		fmt.Fprintf(j.Out, "\nNode %s has joined. systemd runs its edge: to use the new files, restart it:\n"+
+			"  %ssystemctl restart %s\n", j.Token.Node, j.Host.sudo(), edgeService().name())
+		return
+	}
 	fmt.Fprintf(j.Out, "\nNode %s has joined. Start its edge:\n  %stunnel edge -c %s\n",
 		j.Token.Node, j.Host.sudo(), shellQuote(filepath.Join(files.dir, edgeFile)))
 	without := ""
 	if j.Proxy != "" || j.ProxyFile != "" || j.ProxyCA != "" { // join refuses these flags: edge.toml has their values
 		without = " and without --proxy, --proxy-file and --proxy-ca"
 	}
-	fmt.Fprintf(j.Out, "or, to have systemd start it now and with the machine, "+
-		"run the same join once more with --systemd%s.\n", without)
+	again := "run the same join once more with --systemd" + without
+	if j.Shared {
+		again = fmt.Sprintf("make a token for this node alone on the cloud (tunnel token create --node %s), and join by it "+
+			"with --systemd%s", j.Token.Node, without)
+	}
+	fmt.Fprintf(j.Out, "or, to have systemd start it now and with the machine, %s.\n", again)
 }

@@ -61,7 +61,7 @@ func newNodeFiles(cfg JoinConfig) (*nodeFiles, error) {
 		dir: dir, certPath: filepath.Join(dir, certFile),
 		force: cfg.Force, token: cfg.Token, env: cfg.Host.Env, servers: cfg.Servers,
 	}
-	if cfg.Systemd {
+	if cfg.Systemd || f.force && f.ofUnit() {
 		f.certPath = filepath.Join(stateDir, certFile)
 	}
 	if !f.force {
@@ -83,6 +83,13 @@ func newNodeFiles(cfg JoinConfig) (*nodeFiles, error) {
 		}
 	}
 	return f, nil
+}
+
+// ofUnit reports whether edge.toml names a certificate in the state folder of the unit. The unit's user could read a
+// certificate nowhere else.
+func (f *nodeFiles) ofUnit() bool {
+	is, err := conf.ReadEdge(filepath.Join(f.dir, edgeFile), conf.Env{HostName: "none"})
+	return err == nil && filepath.Dir(is.NodeCert) == stateDir
 }
 
 // existingFix says what to do about files that join finds and does not replace.

@@ -152,6 +152,9 @@ func createTokens(c *conf.Cloud, h Host, tokens []*Token) error {
 			Address: c.Join.Address, ServerName: host, CA: sha256.Sum256(root.Raw), Node: t.Node, Nodes: t.Nodes, Secret: secret,
 		}.Encode().Reveal()
 		t.Command = "echo '" + t.Token + "' | sudo tunnel join"
+		if t.Nodes != "" {
+			t.Command += " --systemd" // without it, a second join would have to add the unit, and the token is good for one
+		}
 		lines = append(lines, auth.TokenLine{
 			Node: t.Node, Nodes: t.Nodes, Uses: t.Uses, Secret: secret, Join: true, Expires: t.Expires,
 		})

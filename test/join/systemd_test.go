@@ -64,6 +64,9 @@ echo '== then with'; echo $SECOND | tunnel join --dir /srv/other --systemd; echo
 ls /srv/other /var/lib/tunnel-edge; cat /srv/other/edge.toml
 stat -c '%a %n' /var/lib/tunnel-edge/*; [ "$(cat /var/lib/tunnel-edge/proxy)" = "$PROXY" ] && echo "the same proxy"
 
+echo '== the unit keeps its certificate'; echo $FIRST | tunnel join --dir /srv/other --force; echo "exit code $?"
+grep nodecert /srv/other/edge.toml; stat -c '%a %n' /var/lib/tunnel-edge/node.pem; ls /srv/other
+
 rm -r /var/lib/tunnel-edge
 echo '== a secret of its own'; echo $SECOND | tunnel join --dir /srv/third >/dev/null; echo "exit code $?"
 echo $PROXY > /srv/third/mine && sed -i '/^dns = /i proxyfile = "mine"' /srv/third/edge.toml
@@ -102,6 +105,10 @@ echo '== end'
 			"exit code 0", "/srv/other:\nca.crt\nedge.toml\n", "/var/lib/tunnel-edge:\ncloud.json\nnode.pem\nproxy\n",
 			`nodecert = "/var/lib/tunnel-edge/node.pem"`, `allow = ["10.0.0.0/8:443"]`,
 			`proxyfile = "/var/lib/tunnel-edge/proxy"`, "600 /var/lib/tunnel-edge/proxy\n", "the same proxy\n",
+		},
+		"the unit keeps its certificate": {
+			"exit code 0", "systemctl restart tunnel-edge\n", `nodecert = "/var/lib/tunnel-edge/node.pem"`,
+			"600 /var/lib/tunnel-edge/node.pem\n", "ca.crt\nedge.toml\nedge.toml.old\n",
 		},
 		"a secret of its own": {
 			"exit code 0", "exit code 1", "/srv/third/mine has the mode 0600", "the token was not sent",
