@@ -139,8 +139,8 @@ type JoinConfig struct {
 	Token   auth.JoinToken // for one node, see ForNode
 	Shared  bool           // Token was for several nodes, and is good for each of them once
 	Dir     string         // for the files
-	Force   bool   // replace the files of another node, or of another cloud
-	Systemd bool   // have systemd start the edge
+	Force   bool           // replace the files of another node, or of another cloud
+	Systemd bool           // have systemd start the edge
 	// How to reach the cloud. For zero values, Join takes the servers and the proxy of an existing configuration.
 	// Without a configuration, Join dials the token's address, by the proxy that Environment names.
 	Servers     []string          // in the form of dial.ParseServer
