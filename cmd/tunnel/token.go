@@ -279,13 +279,17 @@ Exit codes: 0 ok, 1 the token file cannot be read, 3 the configuration has a pro
 
 // revokeTime is how long a cloud may take to end the session of a revoked node. The cloud looks at its token file once
 // a second.
-const revokeTime = 3 * time.Second
+const revokeTime = 10 * time.Second
 
-// sessionAfterRevoke returns what has become of the session of a revoked node. It asks the cloud that answers on the
-// admin socket of c: the running cloud may read another token file than that of c.
-func sessionAfterRevoke(ctx context.Context, c *conf.Cloud, node tunnel.NodeName) string {
+// revokePoll is how often the cloud is asked within revokeTime.
+const revokePoll = 100 * time.Millisecond
+
+// sessionAfterRevoke says what has become of the session of a revoked node. It asks the cloud that answers on the
+// admin socket of c: the running cloud may read another token file than that of c. stays says that the cloud still has
+// the session.
+func sessionAfterRevoke(ctx context.Context, c *conf.Cloud, node tunnel.NodeName) (text string, stays bool) {
 	if c.AdminSocket == "" {
-		return "Not checked: the configuration names no admin socket, by which a cloud could be asked for its sessions."
+		return "Not checked: the configuration names no admin socket, by which a cloud could be asked for its sessions.", false
 	}
 	ctx, cancel := limited(ctx, revokeTime)
 	defer cancel()
@@ -294,24 +298,24 @@ func sessionAfterRevoke(ctx context.Context, c *conf.Cloud, node tunnel.NodeName
 		list, err := client.Nodes(ctx)
 		switch {
 		case err != nil && !connected:
-			return fmt.Sprintf("Not checked whether a cloud has ended a session: %v", err)
+			return fmt.Sprintf("Not checked whether a cloud has ended a session: %v", err), false
 		case err == nil:
 			connected = slices.ContainsFunc(list.Nodes, func(n api.Node) bool {
 				return n.Name == string(node) && n.State == api.Connected
 			})
 		}
 		if !connected {
-			text := fmt.Sprintf("The cloud that answers on %s has no session of node %s.", c.AdminSocket, node)
+			text = fmt.Sprintf("The cloud that answers on %s has no session of node %s.", c.AdminSocket, node)
 			if len(list.Incomplete) > 0 {
 				text += " Not all of its replicas were checked: " + strings.Join(list.Incomplete, "; ")
 			}
-			return text
+			return text, false
 		}
 		select {
-		case <-time.After(revokeTime / 30):
+		case <-time.After(revokePoll):
 		case <-ctx.Done():
 			return fmt.Sprintf("The cloud that answers on %s STILL has a session of node %s. Does it read %s? If systemd runs "+
-				"the cloud, its configuration is /etc/tunnel/cloud.toml.", c.AdminSocket, node, c.Server.TokenFile)
+				"the cloud, its configuration is /etc/tunnel/cloud.toml.", c.AdminSocket, node, c.Server.TokenFile), true
 		}
 	}
 }
@@ -328,7 +332,8 @@ the admin socket of the configuration, and says whether the node still has a ses
 ` + "`tunnel token create`" + ` lets the node join again, but not with its old token or certificate.
 With the pattern of a token for several nodes, revoke removes that token. Nodes that have joined stay.
 
-Exit codes: 0 revoked; 1 a file cannot be read or written; 2 wrong command line; 3 the configuration has a problem.`,
+Exit codes: 0 revoked; 1 a file cannot be read or written, or the node still has a session; 2 wrong command line; 3 the
+configuration has a problem.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			var name tunnel.NodeName
@@ -360,7 +365,10 @@ Exit codes: 0 revoked; 1 a file cannot be read or written; 2 wrong command line;
 			if name == "" {
 				return nil
 			}
-			_, err = fmt.Fprintln(cmd.OutOrStdout(), tunnel.Printable(sessionAfterRevoke(cmd.Context(), c, name)))
+			text, stays := sessionAfterRevoke(cmd.Context(), c, name)
+			if _, err = fmt.Fprintln(cmd.OutOrStdout(), tunnel.Printable(text)); err == nil && stays {
+				err = &exitError{code: exitRuntime}
+			}
 			return err
 		},
 	}

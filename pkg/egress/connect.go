@@ -9,6 +9,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"os"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -208,9 +209,26 @@ func (c *connectConn) refuse(err error) {
 	c.Conn.Write(answer(err)) //nolint:errcheck // the caller has gone
 	// Closing a socket with unread bytes resets it, and the reset can overtake our answer.
 	if c.CloseWrite() == nil {
-		io.Copy(io.Discard, c.Conn)
+		discard(c.Conn)
 	}
 	c.Conn.Close()
+}
+
+// discard reads until the end, or until nothing has come for refusalTime. It looks twice, since this process may have
+// been off the processor for that time. It gives up after refusalMost.
+func discard(c net.Conn) {
+	b := make([]byte, 4<<10)
+	for last, quiet := time.Now().Add(refusalMost), false; time.Now().Before(last); {
+		c.SetReadDeadline(time.Now().Add(refusalTime)) //nolint:errcheck // the read fails as well
+		switch n, err := c.Read(b); {
+		case n > 0:
+			quiet = false
+		case !errors.Is(err, os.ErrDeadlineExceeded), quiet:
+			return
+		default:
+			quiet = true
+		}
+	}
 }
 
 // httpRefusal returns the answer that refuses a request of HTTP because of err. The status codes are those of
@@ -245,8 +263,12 @@ func phrase(text string) string {
 	}, text[:min(len(text), limit)])
 }
 
-// refusalTime is how long a refused caller may take to read our answer.
-const refusalTime = 500 * time.Millisecond
+const (
+	// refusalTime is how long a refused caller may take to read our answer, and be silent after it.
+	refusalTime = 500 * time.Millisecond
+	// refusalMost is how long a refused caller may go on to send.
+	refusalMost = 5 * time.Second
+)
 
 // Read implements net.Conn.
 func (c *connectConn) Read(b []byte) (int, error) {

@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"net"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/net/http2"
@@ -21,7 +22,10 @@ type Metered struct {
 
 	// Set once.
 	flooded func(streams, frames int) bool // called with the numbers of new ones; true: too many
-	pause   time.Duration                  // how long Read waits before it fails after a flood
+	pause   time.Duration                  // how long Read waits before it fails after a flood, see lastPauses
+
+	wrote atomic.Bool // something was written since over became true
+	ended atomic.Bool // over, for Write
 
 	// Owned by Read.
 	skip   int    // how many bytes come before the next frame's header: the rest of the preface or of a payload
@@ -35,11 +39,15 @@ const http2Header = 9
 // tinyData is the least length of DATA that does not count, in bytes. The head of a gRPC message has five.
 const tinyData = 8
 
+// lastPauses is how many pauses Read waits at most for gRPC to send a last status, which a busy process may do late.
+// After the status, Read waits for one more pause.
+const lastPauses = 3
+
 // ErrFlooded is the error of every Read of a Metered after a flood.
 var ErrFlooded = errors.New("too many HTTP/2 streams, or frames without data")
 
 // NewMetered returns c as a Metered. Nothing may have been read from c. flooded is called by Read. After it has
-// returned true, Read drops what it has read, waits for the time pause, in which gRPC can send a last status, and then
+// returned true, Read drops what it has read, waits some times pause, in which gRPC can send a last status, and then
 // fails.
 func NewMetered(c net.Conn, pause time.Duration, flooded func(streams, frames int) bool) *Metered {
 	return &Metered{
@@ -55,8 +63,21 @@ func (c *Metered) Read(b []byte) (n int, err error) {
 		c.over = streams+frames > 0 && c.flooded(streams, frames)
 	}
 	if c.over {
-		time.Sleep(c.pause)
+		c.ended.Store(true)
+		for n, told := 0, false; n < lastPauses && !told; n++ {
+			told = c.wrote.Load()
+			time.Sleep(c.pause)
+		}
 		return 0, ErrFlooded
+	}
+	return n, err
+}
+
+// Write implements net.Conn.
+func (c *Metered) Write(b []byte) (int, error) {
+	n, err := c.Conn.Write(b)
+	if c.ended.Load() {
+		c.wrote.Store(true)
 	}
 	return n, err
 }

@@ -90,7 +90,7 @@ func TestSessionService(t *testing.T) {
 		"the edge ends the session":  func() { e.client.Session().Close(errors.New("cut by the test")) },
 		"the connection is cut":      func() { e.client.Session().Link.(*edgeSession).own.Close() },
 	} {
-		session := e.client.Session()
+		session, at := e.client.Session(), r.dir.Lookup("edge1")
 		stream := e.talk(t)
 		m, err := asks(stream)
 		if err != nil || m.GetNode() != "edge1" || len(m.GetData()) != 60<<10 {
@@ -104,8 +104,8 @@ func TestSessionService(t *testing.T) {
 			t.Errorf("%s: the handler sees a clean end", name)
 		}
 		r.eventually("the edge has another session", func() bool {
-			s := e.client.Session()
-			return s != nil && s != session && r.dir.Holds("edge1")
+			s, now := e.client.Session(), r.dir.Lookup("edge1")
+			return s != nil && s != session && now != nil && now != at
 		})
 	}
 	c, far := r.pair("edge1")

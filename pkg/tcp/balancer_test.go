@@ -122,6 +122,8 @@ func TestCheckIsNotDeniedAloud(t *testing.T) {
 	c := r.connect()
 	io.WriteString(c, "PROXY UNKNOWN\r\n")
 	wantReset(t, c, "the check is not allowed")
+	r.stop()
+	r.wait() // what the module logs about the check comes before its end
 	if log := r.log.String(); strings.Contains(log, "WARN") {
 		t.Errorf("the log has\n%s", log)
 	}

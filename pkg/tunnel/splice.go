@@ -268,16 +268,24 @@ func endedByLoss(src net.Conn, own, back *direction) bool {
 			return false // the error is not reported yet, so the read saw a FIN
 		}
 		if over { // a write of the other half may have got the error: then that half is about to end
-			late := time.NewTimer(resetTime)
+			// It waits in two halves: after a process was off the processor for long, its other goroutines get a turn.
+			late, again := time.NewTimer(resetTime/2), true
 			defer late.Stop()
 			for _, c := range []chan struct{}{back.done, back.passed} {
 				if IsClosed(back.done) && !back.copiedAll() {
 					break // back has got an error, and will not pass on a clean end
 				}
-				select {
-				case <-c:
-				case <-late.C: // this can happen once: late does not fire again
-					return own.dog.hasLost(own)
+				for ended := false; !ended; {
+					select {
+					case <-c:
+						ended = true
+					case <-late.C:
+						if !again {
+							return own.dog.hasLost(own)
+						}
+						again = false
+						late.Reset(resetTime / 2)
+					}
 				}
 			}
 		}

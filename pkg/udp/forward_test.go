@@ -130,6 +130,7 @@ func TestForwarderDrops(t *testing.T) {
 	f.choose("192.0.2.1:9")
 	fmt.Fprint(c, "x")
 	dropped(t, f.counters, DropUnreachable, 1)
+	testkit.Eventually(t, "the flow has ended", func() bool { return f.counters.Flows.Load() == 0 })
 	f.via.refuseWith(nil)
 	f.choose(answering(t, "b"))
 	if got := ask(t, c, "x"); got != "b x" {

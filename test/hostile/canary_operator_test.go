@@ -258,6 +258,7 @@ func (c *cage) taps() (end func()) {
 	})
 	return func() {
 		show("the taps show an exec", "/exec/ns/pod/c", func() {})
+		show("the taps show a CONNECT", "192.0.2.1:22", func() {})
 		for _, p := range processes {
 			p.Signal(syscall.SIGINT)
 			<-p.Done()

@@ -452,6 +452,12 @@ func TestStop(t *testing.T) {
 	}
 }
 
+// inBubble runs a subtest on the fake clock of testing/synctest.
+func inBubble(t *testing.T, name string, f func(t *testing.T)) {
+	t.Helper()
+	t.Run(name, func(t *testing.T) { synctest.Test(t, f) })
+}
+
 // Edges are served when all objects and all nodes are known, in any order. While objects come, an edge that waits is
 // not woken by each of them.
 func TestServedWhenAllIsKnown(t *testing.T) {
@@ -459,7 +465,7 @@ func TestServedWhenAllIsKnown(t *testing.T) {
 		"objects first": {(*Hub).Synced, (*Hub).NodesKnown},
 		"nodes first":   {(*Hub).NodesKnown, (*Hub).Synced},
 	} {
-		t.Run(name, func(t *testing.T) {
+		inBubble(t, name, func(t *testing.T) {
 			h := newHub(Config{AwaitNodes: true})
 			ctx, cancel := context.WithCancel(t.Context())
 			begun := make(chan error, 2) // capacity 2: nobody waits for the second one before it has ended
@@ -471,6 +477,7 @@ func TestServedWhenAllIsKnown(t *testing.T) {
 			h.Joined("edge2")
 			h.Set(services.NodePath("edge2"), nil)
 			steps[0](h)
+			synctest.Wait()
 			select {
 			case err := <-begun:
 				t.Fatalf("an edge is served early: %v", err)

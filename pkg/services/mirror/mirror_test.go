@@ -126,8 +126,8 @@ func (r *replica) ports() (all []uint16) {
 	return all
 }
 
-// dial connects to a port.
-func (r *replica) dial(t *testing.T, port uint16) net.Conn {
+// dial waits until a port is open, and connects to it. It fails if the port is closed meanwhile.
+func (r *replica) dial(t *testing.T, port uint16) (net.Conn, error) {
 	t.Helper()
 	var at string
 	testkit.Eventually(t, fmt.Sprintf("port %d is open", port), func() bool {
@@ -136,18 +136,17 @@ func (r *replica) dial(t *testing.T, port uint16) net.Conn {
 		at = r.at[port]
 		return at != ""
 	})
-	c, err := net.Dial("tcp", at)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return c
+	return net.Dial("tcp", at)
 }
 
 // leadsTo checks what callers of a port are connected to.
 func (r *replica) leadsTo(t *testing.T, port uint16, want string) {
 	t.Helper()
 	testkit.Eventually(t, fmt.Sprintf("port %d leads to %s", port, want), func() bool {
-		c := r.dial(t, port)
+		c, err := r.dial(t, port)
+		if err != nil {
+			return false
+		}
 		defer c.Close()
 		got, _ := io.ReadAll(c)
 		return string(got) == want
@@ -727,7 +726,10 @@ func TestConn(t *testing.T) {
 		found, _ := h.Endpoints("web.shop.svc", 80)
 		return len(found) == 2
 	})
-	c := r.dial(t, port)
+	c, err := r.dial(t, port)
+	if err != nil {
+		t.Fatal(err)
+	}
 	defer c.Close()
 	io.WriteString(c, "ping")
 	c.(*net.TCPConn).CloseWrite()

@@ -328,6 +328,12 @@ func BenchmarkChange(b *testing.B) {
 func TestStreamEnds(t *testing.T) {
 	k, c := new(fake), newCloud()
 	r, _ := newTestRelay(t, k, c)
+	open, again := r.cfg.Watch, make(chan struct{}, 2) // capacity 2: one for each stream
+	again <- struct{}{}
+	r.cfg.Watch = func(ctx context.Context) (Stream, error) {
+		<-again
+		return open(ctx)
+	}
 	testkit.Run(t, r.Run)
 	<-c.nexts
 	c.batches <- batch(t, false, shop(t))
@@ -337,6 +343,7 @@ func TestStreamEnds(t *testing.T) {
 		note := r.Note()
 		return strings.Contains(note, "out of date since 20") && strings.Contains(note, "[mode.cloud.services]")
 	})
+	again <- struct{}{}
 	next := <-c.nexts
 	r.mu.RLock()
 	want := r.state.Digests()
