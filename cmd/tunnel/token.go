@@ -289,7 +289,8 @@ const revokePoll = 100 * time.Millisecond
 // the session.
 func sessionAfterRevoke(ctx context.Context, c *conf.Cloud, node tunnel.NodeName) (text string, stays bool) {
 	if c.AdminSocket == "" {
-		return "Not checked: the configuration names no admin socket, by which a cloud could be asked for its sessions.", false
+		return "Not checked: the configuration names no admin socket, by which a cloud could be asked for its sessions.",
+			false
 	}
 	ctx, cancel := limited(ctx, revokeTime)
 	defer cancel()

@@ -219,7 +219,7 @@ func (c *connectConn) refuse(err error) {
 func discard(c net.Conn) {
 	b := make([]byte, 4<<10)
 	for last, quiet := time.Now().Add(refusalMost), false; time.Now().Before(last); {
-		c.SetReadDeadline(time.Now().Add(refusalTime)) //nolint:errcheck // the read fails as well
+		c.SetReadDeadline(time.Now().Add(refusalTime))
 		switch n, err := c.Read(b); {
 		case n > 0:
 			quiet = false

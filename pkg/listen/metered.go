@@ -64,9 +64,12 @@ func (c *Metered) Read(b []byte) (n int, err error) {
 	}
 	if c.over {
 		c.ended.Store(true)
-		for n, told := 0, false; n < lastPauses && !told; n++ {
-			told = c.wrote.Load()
+		for range lastPauses {
+			told := c.wrote.Load()
 			time.Sleep(c.pause)
+			if told {
+				break
+			}
 		}
 		return 0, ErrFlooded
 	}
