@@ -617,11 +617,13 @@ func (s Server) check(r *report) {
 
 // checkTokenFile is the only check that ReadCloud makes.
 func (s Server) checkTokenFile(r *report) {
-	const k = serverTable + "tokenfile"
-	r.required(k, s.TokenFile, `without tokens nobody can join: `+
+	r.required(tokenFileKey, s.TokenFile, `without tokens nobody can join: `+
 		`write tokenfile = "tokens", a file with a line node:token for each edge`)
-	r.file(k, s.TokenFile)
+	r.file(tokenFileKey, s.TokenFile)
 }
+
+// tokenFileKey is the key of the token file.
+const tokenFileKey = serverTable + "tokenfile"
 
 // check reports problems of [mode.cloud.https] and its sub-tables.
 func (h HTTPS) check(r *report) {

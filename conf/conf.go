@@ -39,6 +39,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"slices"
 )
 
 // Env holds what cmd has read from the environment.
@@ -48,6 +49,10 @@ type Env struct {
 	PodName      string // POD_NAME
 	PodNamespace string // POD_NAMESPACE
 	HostName     string // the kernel's host name of this machine
+
+	// Elsewhere says that another process runs the cloud, such as a unit of systemd: it has the variables POD_*, and the
+	// environment of this process may lack them.
+	Elsewhere bool
 }
 
 // LoadCloud reads and checks the cloud's part of a file. Its error is a [Problems].
@@ -65,16 +70,24 @@ func LoadCloud(path string, env Env) (*Cloud, error) {
 }
 
 // ReadCloud reads the cloud's part of a file like LoadCloud, but checks only the token file, and does not read
-// the file of forwards. So a node can be revoked even if, for instance, a certificate is missing.
+// the file of forwards. Other problems of the file are warnings. So a node can be revoked even if, for instance, a
+// certificate is missing, or the file has a key that only a later program knows.
 func ReadCloud(path string, env Env) (*Cloud, error) {
 	c, r := readCloud(path, env, false)
-	if c != nil {
+	if c == nil {
+		return nil, r.err()
+	}
+	others := r.problems
+	if r.problems = nil; !slices.ContainsFunc(others, func(p Problem) bool { return p.Key == tokenFileKey }) {
 		c.Server.checkTokenFile(r)
+		if r.err() == nil {
+			r.warned = append(r.warned, others...)
+			c.Warnings = r.warnings()
+			return c, nil
+		}
 	}
-	if err := r.err(); err != nil {
-		return nil, err
-	}
-	return c, nil
+	r.problems = append(r.problems, others...)
+	return nil, r.err()
 }
 
 // readCloud reads the cloud's part of a file without checking it. If forwards is true, it also reads the file of

@@ -32,6 +32,8 @@ type DNS struct {
 	// Addrs are the addresses to which the names of nodes resolve, IPv4 first, at most one of each
 	// family. Empty if neither ConfigMap nor Listen is set.
 	Addrs []netip.Addr
+
+	elsewhere bool // Env.Elsewhere
 }
 
 // podIP is the key under which problems of POD_IP are muted. It is not a key of the file.
@@ -59,6 +61,7 @@ func newDNS(t *dnsKeys, env Env, r *report) DNS {
 	if d.ConfigMap != "" || d.Listen != "" {
 		d.Addrs = r.addrs(d, env.PodIP)
 	}
+	d.elsewhere = env.Elsewhere
 	return d
 }
 
@@ -143,6 +146,7 @@ func (d DNS) checkKubernetes(r *report) {
 			"at most 253 of them, such as \"tunnel-nodes\"", d.ConfigMap)
 	}
 	switch {
+	case d.Namespace == "" && d.elsewhere:
 	case d.Namespace == "":
 		r.add(t+"configmap", "POD_NAMESPACE does not say in which namespace it is: "+
 			"set it from the pod's metadata.namespace, or set debug = true to do without Kubernetes")
@@ -239,6 +243,9 @@ func (d DNS) answersAt(host string, ip netip.Addr) bool {
 func (d DNS) checkAddrs(r *report) {
 	key := d.addrsKey()
 	const fix = "set it from the pod's status.podIP or status.podIPs"
+	if len(d.Addrs) == 0 && d.elsewhere {
+		return
+	}
 	if len(d.Addrs) == 0 && d.ConfigMap != "" {
 		r.add(key, "POD_IP does not say which address the names are to lead to: %s", fix)
 	}

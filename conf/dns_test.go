@@ -267,6 +267,22 @@ func TestBadDNS(t *testing.T) {
 	}
 }
 
+// TestElsewhere: a command beside the daemon lacks the variables of the daemon's unit, and takes the file nevertheless.
+func TestElsewhere(t *testing.T) {
+	inDir(t)
+	for name, text := range map[string]string{
+		"configmap": "configmap = \"tunnel-nodes\"\n", "listen": "listen = \"0.0.0.0:53\"\n",
+	} {
+		write(t, "cloud.toml", server+dns+text)
+		if _, err := LoadCloud("cloud.toml", Env{HostName: "host"}); err == nil {
+			t.Errorf("%s: the daemon starts without POD_IP", name)
+		}
+		if _, err := LoadCloud("cloud.toml", Env{HostName: "host", Elsewhere: true}); err != nil {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+}
+
 // TestDNSByHand: mistakes that only a value made by hand can have.
 func TestDNSByHand(t *testing.T) {
 	inDir(t)

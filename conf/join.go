@@ -1,10 +1,12 @@
 package conf
 
 import (
+	"net"
 	"slices"
 	"strings"
 	"time"
 
+	"tunnel.example/tunnel/pkg/auth"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
@@ -75,6 +77,14 @@ func (j Join) Signs() bool { return j.Kubernetes || j.CAKey != "" }
 // AsksKubernetes reports whether Kubernetes is needed to decide who may join.
 func (j Join) AsksKubernetes() bool { return j.Kubernetes || len(j.ServiceAccounts) > 0 }
 
+// edgeAddress reports an address of the cloud that edges would refuse.
+func (r *report) edgeAddress(key, addr string) {
+	r.address(key, addr, "tunnel.example.com:9000")
+	if host, _, err := net.SplitHostPort(addr); err == nil && IsHost(host) && !auth.IsHost(host) {
+		r.add(key, "edges refuse the host of %q: it may have letters, digits, '-' and '.' alone, and no '.' at its end", addr)
+	}
+}
+
 // check reports all problems of the table.
 func (j Join) check(r *report) {
 	const t = joinTable
@@ -103,10 +113,10 @@ func (j Join) check(r *report) {
 		r.add(t+"lifetime", "nodes' certificates are good for 10m at least and ten years at most, not %v", j.Lifetime)
 	}
 	if j.Address != "" {
-		r.address(t+"address", j.Address, "tunnel.example.com:9000")
+		r.edgeAddress(t+"address", j.Address)
 	}
 	for i, server := range j.Servers {
-		r.address(t+"servers", server, "tunnel.example.com:9000")
+		r.edgeAddress(t+"servers", server)
 		if slices.Contains(j.Servers[:i], server) {
 			r.add(t+"servers", "%q is there twice: remove one of them", server)
 		}

@@ -37,7 +37,7 @@ Exit codes: 0 done; 1 failed; 3 the configuration has no CA to replace; 5 nodes 
 			if err != nil {
 				return err
 			}
-			c, err := conf.LoadCloud(path, environment())
+			c, err := conf.LoadCloud(path, elsewhere())
 			if err != nil {
 				return configError(err)
 			}

@@ -362,6 +362,13 @@ func environment() conf.Env {
 	}
 }
 
+// elsewhere is the environment of a command beside a running cloud.
+func elsewhere() conf.Env {
+	env := environment()
+	env.Elsewhere = true
+	return env
+}
+
 // The configuration files that init and join write into setup.DefaultDir.
 const (
 	cloudFile = "cloud.toml"

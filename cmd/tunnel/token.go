@@ -220,10 +220,17 @@ func (f *tokenFlags) creator(in io.Reader) (func(*conf.Cloud) ([]*setup.Token, e
 	}, nil
 }
 
+// printWarnings prints what is wrong with a configuration, and does not keep a command from its work.
+func printWarnings(w io.Writer, all []string) {
+	for _, one := range all {
+		fmt.Fprintln(w, "warning: "+tunnel.Printable(one))
+	}
+}
+
 // loadToCreate reads the configuration of a cloud, and its token file. It fails if the cloud
 // could not start: then no node could join either.
 func loadToCreate(file string) (*conf.Cloud, error) {
-	c, err := conf.LoadCloud(file, environment())
+	c, err := conf.LoadCloud(file, elsewhere())
 	if err != nil {
 		return nil, configError(err)
 	}
@@ -256,10 +263,11 @@ Exit codes: 0 ok, 1 the token file cannot be read, 3 the configuration has a pro
 			if err != nil {
 				return err
 			}
-			c, err := conf.ReadCloud(path, environment())
+			c, err := conf.ReadCloud(path, elsewhere())
 			if err != nil {
 				return configError(err)
 			}
+			printWarnings(cmd.ErrOrStderr(), c.Warnings)
 			lines, err := setup.ListTokens(c)
 			if err != nil {
 				return setupError(err)
@@ -348,10 +356,11 @@ configuration has a problem.`,
 			if err != nil {
 				return err
 			}
-			c, err := conf.ReadCloud(path, environment())
+			c, err := conf.ReadCloud(path, elsewhere())
 			if err != nil {
 				return configError(err)
 			}
+			printWarnings(cmd.ErrOrStderr(), c.Warnings)
 			if pattern != "" {
 				err = setup.Withdraw(c, host(), pattern, cmd.OutOrStdout(), cmd.ErrOrStderr())
 			} else {

@@ -105,13 +105,13 @@ func ParseJoinToken(text string) (JoinToken, error) {
 // check checks address, server name and secret. Its errors hold no part of them.
 func (t JoinToken) check() error {
 	host, port, err := net.SplitHostPort(t.Address)
-	if err != nil || !isHost(host) {
+	if err != nil || !IsHost(host) {
 		return errors.New("the join token's address is not host:port")
 	}
 	if n, err := strconv.ParseUint(port, 10, 16); err != nil || n == 0 {
 		return errors.New("the join token's address has no port from 1 to 65535")
 	}
-	if !isHost(t.ServerName) {
+	if !IsHost(t.ServerName) {
 		return errors.New("the join token's server name is neither a DNS name nor an IP address")
 	}
 	if err := checkToken(t.Secret.Reveal()); err != nil {
@@ -120,8 +120,8 @@ func (t JoinToken) check() error {
 	return nil
 }
 
-// isHost reports whether s may be a DNS name or an IP address.
-func isHost(s string) bool {
+// IsHost reports whether s may be the host of a cloud, for edges: a DNS name or an IP address.
+func IsHost(s string) bool {
 	if net.ParseIP(s) != nil {
 		return true
 	}

@@ -161,7 +161,7 @@ func checkServers(servers []string) error {
 	for _, s := range servers {
 		host, port, err := net.SplitHostPort(s)
 		n, bad := strconv.ParseUint(port, 10, 16)
-		if err != nil || bad != nil || n == 0 || len(s) > maxServer || !isHost(host) {
+		if err != nil || bad != nil || n == 0 || len(s) > maxServer || !IsHost(host) {
 			return errors.New("an address of the cloud is not host:port")
 		}
 	}

@@ -145,7 +145,7 @@ func splitAddress(address string) (host string, port int, err error) {
 		return "", 0, fmt.Errorf("%s cannot be dialled by other machines: "+
 			"--address is what edges dial, a name or an address of this machine", host)
 	}
-	if !conf.IsHost(host) {
+	if !conf.IsHost(host) || !auth.IsHost(host) {
 		return "", 0, fmt.Errorf("--address: %q is neither a name nor an IP address", host)
 	}
 	return host, int(n), nil

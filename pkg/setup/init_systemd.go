@@ -37,6 +37,9 @@ func (c *cloudFolder) adopt() (there bool, err error) {
 		return false, err
 	}
 	is, err := conf.ReadCloud(config, c.Host.Env)
+	if err == nil && len(is.Warnings) > 0 { // the unit could not start
+		err = errors.New(strings.Join(is.Warnings, "\n"))
+	}
 	if err != nil {
 		return true, configError(fmt.Errorf("%s exists and cannot be used: %w", config, err))
 	}

@@ -383,8 +383,12 @@ func TestRevokeOnABadDay(t *testing.T) {
 	}
 	config := s.path("cloud.toml")
 	s.want(3, s.tunnel("", "token", "create", "-c", config, "--node", "edge1"), "nodes-ca.key does not exist")
-	s.want(0, s.tunnel("", "token", "list", "-c", config), "join token")
-	if a := s.want(0, s.tunnel("", "token", "revoke", "-c", config, "--node", "edge1"), "is revoked"); a.notes != "" {
+	edit(t, config, "[mode.cloud.join]\n", "[mode.cloud.join]\nof_a_later_program = 1\n")
+	if a := s.want(0, s.tunnel("", "token", "list", "-c", config), "join token"); !strings.Contains(a.notes, "warning: ") {
+		t.Error(a)
+	}
+	if a := s.want(0, s.tunnel("", "token", "revoke", "-c", config, "--node", "edge1"),
+		"is revoked"); !strings.Contains(a.notes, "of_a_later_program") || strings.Count(a.notes, "\n") != 1 {
 		t.Error(a)
 	}
 	s.want(0, s.tunnel("", "token", "revoke", "-c", config, "--node", "egde1"), "is revoked",
