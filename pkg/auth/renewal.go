@@ -37,8 +37,8 @@ const (
 type RenewalConfig struct {
 	Node tunnel.NodeName
 	File string // certificate and key, as WriteNodeFile writes them
-	// Renew asks the cloud to sign a request and returns the chain in PEM, leaf first.
-	Renew   func(ctx context.Context, request []byte) (chain []byte, err error)
+	// Renew asks the cloud to sign a request and returns the chain in PEM, leaf first, and the time by the cloud's clock.
+	Renew   func(ctx context.Context, request []byte) (chain []byte, now time.Time, err error)
 	Changed func() // called, by Run's goroutine, after File got a new certificate; may be nil
 	Log     *slog.Logger
 }
@@ -56,6 +56,9 @@ type Renewal struct {
 	current atomic.Pointer[x509.Certificate]
 	// lastFailed is set while the last try to read or renew has failed. Written by Run.
 	lastFailed atomic.Bool
+	// ahead is by how many nanoseconds the cloud's clock is ahead of this machine's, as the last renewal has shown. The
+	// cloud's clock counts: it decides whether the certificate is valid. Written by Run.
+	ahead atomic.Int64
 	// asked wakes Run for a new request. ask sends, Run receives, nobody closes. Capacity 1 is enough: one wake-up makes
 	// Run look at all requests.
 	asked chan struct{}
@@ -165,7 +168,7 @@ func (r *Renewal) Run(ctx context.Context) error {
 		leaf, err := r.read()
 		if err == nil {
 			r.current.Store(leaf)
-			wait = min(time.Until(renewAt(leaf, early)), fileCheckInterval)
+			wait = min(renewAt(leaf, early).Sub(r.now()), fileCheckInterval)
 		}
 		waiting, due := r.takeDue(tried)
 		due = due || again
@@ -227,11 +230,12 @@ func (r *Renewal) renew(ctx context.Context) error {
 	}
 	signing, cancel := context.WithTimeout(ctx, maxRetryWait)
 	defer cancel()
-	chain, err := r.cfg.Renew(signing, request)
+	chain, now, err := r.cfg.Renew(signing, request)
 	if err != nil {
 		return err
 	}
-	leaf, err := CheckIssued(chain, r.cfg.Node, key.Public(), time.Now())
+	r.ahead.Store(int64(time.Until(now)))
+	leaf, err := CheckIssued(chain, r.cfg.Node, key.Public(), now)
 	if err != nil {
 		return fmt.Errorf("the certificate from the cloud: %w", err)
 	}
@@ -253,6 +257,9 @@ func (r *Renewal) renew(ctx context.Context) error {
 	return nil
 }
 
+// now returns the time by the cloud's clock, as far as it is known.
+func (r *Renewal) now() time.Time { return time.Now().Add(time.Duration(r.ahead.Load())) }
+
 // Current returns the certificate that Run has last read or written; nil: there was none yet.
 func (r *Renewal) Current() *x509.Certificate { return r.current.Load() }
 
@@ -272,7 +279,7 @@ func (r *Renewal) Note() string {
 	if leaf == nil {
 		return ""
 	}
-	left := time.Until(leaf.NotAfter)
+	left := leaf.NotAfter.Sub(r.now())
 	switch {
 	case left <= 0:
 		return fmt.Sprintf("the node's certificate has expired at %s; run tunnel join with a new join token",

@@ -3,6 +3,8 @@ package auth
 import (
 	"context"
 	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
 	"crypto/tls"
 	"crypto/x509"
 	"errors"
@@ -52,7 +54,11 @@ func runRenewal(
 ) (*Renewal, *testkit.Log) {
 	t.Helper()
 	log, j := testkit.NewLog()
-	r := NewRenewal(RenewalConfig{Node: "edge1", File: path, Renew: renew, Changed: changed, Log: log})
+	r := NewRenewal(RenewalConfig{Node: "edge1", File: path, Changed: changed, Log: log,
+		Renew: func(ctx context.Context, request []byte) ([]byte, time.Time, error) {
+			chain, err := renew(ctx, request)
+			return chain, time.Now(), err
+		}})
 	testkit.Run(t, r.Run)
 	return r, j
 }
@@ -533,4 +539,59 @@ func TestRenewalAskedFails(t *testing.T) {
 			t.Errorf("%d tries after the renewal, want 3", n)
 		}
 	})
+}
+
+// shifted returns a certificate that differs from the first of chain in its times, and in who has signed it.
+func shifted(t *testing.T, chain []byte, by time.Duration) []byte {
+	t.Helper()
+	certificates, err := parseChain(chain)
+	if err != nil {
+		t.Fatal(err)
+	}
+	leaf := certificates[0]
+	leaf.NotBefore, leaf.NotAfter = leaf.NotBefore.Add(by), leaf.NotAfter.Add(by)
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		t.Fatal(err)
+	}
+	der, err := x509.CreateCertificate(rand.Reader, leaf, &x509.Certificate{Subject: leaf.Issuer}, leaf.PublicKey, key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return encodePEM("CERTIFICATE", der)
+}
+
+// The cloud's clock decides whether a certificate is valid, so it decides when to renew, too.
+func TestRenewalByTheCloudsClock(t *testing.T) {
+	for name, ahead := range map[string]time.Duration{
+		"this machine's stands behind":   20 * days,
+		"this machine's stands in front": -40 * days,
+	} {
+		synctest.Test(t, func(t *testing.T) {
+			s := bubbleSigner(t)
+			path := nodeFile(t, s)
+			log, j := testkit.NewLog()
+			renewals := 0
+			r := NewRenewal(RenewalConfig{Node: "edge1", File: path, Log: log,
+				Renew: func(ctx context.Context, request []byte) ([]byte, time.Time, error) {
+					renewals++
+					now := time.Now().Add(ahead)
+					chain, err := s.Sign(ctx, "edge1", request)
+					if err != nil {
+						return nil, now, err
+					}
+					return shifted(t, chain, ahead), now, nil
+				}})
+			testkit.Run(t, r.Run)
+			r.Soon(0)
+			time.Sleep(days)
+			if renewals != 1 {
+				t.Errorf("%s: %d renewals in a day: %s", name, renewals, j)
+			}
+			time.Sleep(30 * days)
+			if renewals < 2 || renewals > 3 || r.Note() != "" {
+				t.Errorf("%s: %d renewals in a month, note %q: %s", name, renewals, r.Note(), j)
+			}
+		})
+	}
 }

@@ -15,7 +15,13 @@ import (
 type Pair struct {
 	followed
 	current atomic.Pointer[tls.Certificate] // the pair in use; replaced as a whole
+	newer   bool                            // see TakeNewer; set before Files follows the pair
 }
+
+// TakeNewer makes p take each pair whose validity begins later than that of the pair in use, even if it is not valid by
+// this machine's clock. It is for the certificate of a client: the clock of the other side decides about it. Call it
+// before Files runs.
+func (p *Pair) TakeNewer() { p.newer = true }
 
 // NewPair reads a certificate with its intermediates, and its key, in PEM. One file may hold both.
 // It is an error if certificate and key do not match. Give the Pair to Files to follow them.
@@ -43,7 +49,9 @@ func (p *Pair) adoptPair(contents [][]byte) (validity, error) {
 	v := validity{pair.Leaf.NotBefore, pair.Leaf.NotAfter}
 	// At the start, even a pair that is not valid now is adopted: there is no better one, and callers' errors
 	// then show the operator what is wrong.
-	if old := p.current.Load(); old != nil && !v.at(time.Now()) && p.valid.at(time.Now()) {
+	old := p.current.Load()
+	taken := old == nil || p.newer && pair.Leaf.NotBefore.After(old.Leaf.NotBefore)
+	if !taken && !v.at(time.Now()) && p.valid.at(time.Now()) {
 		return validity{}, errors.New("the new certificate is not valid at this time, and the one in use is")
 	}
 	p.current.Store(&pair)

@@ -176,6 +176,24 @@ func TestHalfWrittenPairIsNotAdopted(t *testing.T) {
 	})
 }
 
+// The clock of the other side decides about a client's certificate, so the newest one is taken.
+func TestPairTakesNewer(t *testing.T) {
+	f := newPairFiles(t)
+	log, _ := testkit.NewLog()
+	cert, key := certify(t, "first", time.Now().Add(-time.Hour), year)
+	f.write(t, cert, key)
+	p, err := NewPair(f.cert, f.key, log)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p.TakeNewer()
+	cert, key = certify(t, "tomorrow", time.Now().Add(24*time.Hour), year)
+	f.write(t, cert, key)
+	if err := p.load(); err != nil || nameIn(p) != "tomorrow" {
+		t.Errorf("the pair in use is %s: %v", nameIn(p), err)
+	}
+}
+
 func TestPairThatIsNotValidNow(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f := newPairFiles(t)

@@ -374,7 +374,7 @@ func TestRenewEverywhere(t *testing.T) {
 	}
 	testkit.Eventually(t, "the edge has a session with each replica", func() bool { return len(proofs()) == 2 && len(e.client.live()) == 2 })
 	before := proofs()
-	if _, err := e.client.Renew(t.Context(), requestFor(t, "edge1")); err != nil {
+	if _, _, err := e.client.Renew(t.Context(), requestFor(t, "edge1")); err != nil {
 		t.Fatal(err)
 	}
 	for i, p := range proofs() {

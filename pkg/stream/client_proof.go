@@ -72,13 +72,14 @@ func (c *Client) live() []*link {
 
 // Renew asks the cloud to sign a request (PKCS #10, DER) for another certificate of this node. It
 // asks on every live session, because each session has its own proof of the node. It returns the
-// certificate chain (PEM, leaf first) of the newest session on which the cloud signed.
-func (c *Client) Renew(ctx context.Context, request []byte) (chain []byte, err error) {
+// certificate chain (PEM, leaf first) of the newest session on which the cloud signed, and the time by the cloud's
+// clock.
+func (c *Client) Renew(ctx context.Context, request []byte) (chain []byte, now time.Time, err error) {
 	ctx, cancel := context.WithTimeout(ctx, signTimeout)
 	defer cancel()
 	links := c.live()
 	if len(links) == 0 {
-		return nil, fmt.Errorf("renewing the certificate: no session with %s", c.cfg.Address)
+		return nil, now, fmt.Errorf("renewing the certificate: no session with %s", c.cfg.Address)
 	}
 	var trusts []string
 	if c.cfg.Trusts != nil {
@@ -101,11 +102,11 @@ func (c *Client) Renew(ctx context.Context, request []byte) (chain []byte, err e
 			if c.cfg.Told != nil {
 				c.cfg.Told(toldBy(answers[i]), shownBy(&clouds[i]))
 			}
-			return answers[i].GetChain(), nil
+			return answers[i].GetChain(), time.UnixMilli(answers[i].GetTimeMs()), nil
 		}
 		errs[i] = fmt.Errorf("renewing the certificate with %s: %w", l.pub.Remote, errs[i])
 	}
-	return nil, errors.Join(errs...)
+	return nil, now, errors.Join(errs...)
 }
 
 // toldBy returns what the cloud tells the edge in its answer to a request for a certificate.

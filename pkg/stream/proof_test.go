@@ -102,7 +102,7 @@ func TestReplacedProofIsRevoked(t *testing.T) {
 		s.init()
 		first, second := make(chan struct{}), make(chan struct{})
 		s.standOn(&proof{grant: auth.Grant{Revoked: first}, release: func() {}})
-		s.wg.Go(s.endWhenExpiredOrRevoked)
+		s.wg.Go(func() { s.endWhenExpiredOrRevoked(false) })
 		synctest.Wait()
 		s.proof.Store(&proof{grant: auth.Grant{Revoked: second}, release: func() {}}) // and says nothing
 		close(first)
@@ -230,6 +230,24 @@ func TestTokenExpires(t *testing.T) {
 	})
 }
 
+// An edge whose clock stands behind does not know that its certificate ends soon: the cloud asks it to renew.
+func TestLateCertificate(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		a := newRegistry(t, nodeCA(t))
+		r := newRigOn(t, newMemNet(), a.serve)
+		var asked []time.Time
+		cfg, began := r.certified("edge1", hold(a.certificate("edge1"))), time.Now()
+		cfg.AskedToRenew = func(time.Duration) { asked = append(asked, time.Now()) }
+		r.joinWith(cfg, direct)
+		time.Sleep(a.ttl - 2*clockStep)
+		r.cloudEnd("edge1").Close(errors.New("the test ends"))
+		if len(asked) < 2 || asked[0].Before(began.Add(a.ttl*3/4-clockStep)) || asked[0].After(began.Add(a.ttl*3/4+2*clockStep)) ||
+			asked[1].Sub(asked[0]) < askAgain {
+			t.Errorf("the certificate began at %v and lives for %v, asked at %v", began, a.ttl, asked)
+		}
+	})
+}
+
 // A renewed certificate takes the place of the old one in the session, with no break of
 // what runs.
 func TestRenew(t *testing.T) {
@@ -246,7 +264,7 @@ func TestRenew(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			chain, err := e.client.Renew(t.Context(), request)
+			chain, _, err := e.client.Renew(t.Context(), request)
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -613,7 +613,8 @@ func (s *Server) TunnelStreaming(stream pb.Stream_TunnelStreamingServer) error {
 		}()
 	}()
 	cs.start(ctx)
-	cs.endWhenExpiredOrRevoked() // called here, because a goroutine for it would cost every idle node 4 KiB
+	// Called here, because a goroutine for it would cost every idle node 4 KiB.
+	cs.endWhenExpiredOrRevoked(s.cfg.Issuer != nil)
 	<-cs.done
 	if err = cs.reason(); ctx.Err() != nil && status.Code(err) == codes.Canceled {
 		err = errLost

@@ -49,6 +49,8 @@ const (
 	// clockStep is how often the expiry of a proof is compared with the clock. One timer until the
 	// expiry is not enough, because the clock may be set while the session lives.
 	clockStep = time.Minute
+	// askAgain is how long after a request to renew a late certificate the cloud asks again.
+	askAgain = 10 * time.Minute
 	// In each renewInterval, an edge may have renewBurst certificates signed, and renewBurst
 	// credentials checked. That allows a few failures in a row, but no flood.
 	renewInterval = 10 * time.Second
@@ -77,8 +79,9 @@ func (s *cloudSession) standOn(p *proof) {
 }
 
 // endWhenExpiredOrRevoked ends the session when its proof is no longer good. It returns when the session has
-// ended.
-func (s *cloudSession) endWhenExpiredOrRevoked() {
+// ended. If the cloud issues certificates, it asks the edge to renew a certificate that the edge should have renewed.
+func (s *cloudSession) endWhenExpiredOrRevoked(issues bool) {
+	var asked time.Time // when the edge was last asked to renew its certificate; zero: never
 	for {
 		p := s.proof.Load()
 		var expires <-chan time.Time
@@ -90,8 +93,12 @@ func (s *cloudSession) endWhenExpiredOrRevoked() {
 		case <-p.grant.Revoked:
 			end = errRevoked
 		case <-expires:
-			if !time.Now().Before(p.grant.Expires) {
+			switch now := time.Now(); {
+			case !now.Before(p.grant.Expires):
 				end = errExpired
+			case issues && s.pub.Renews && p.isLate(now) && now.Sub(asked) >= askAgain:
+				asked = now
+				AskToRenew(s.pub, askAgain/10) //nolint:errcheck // the session has ended, or it is asked again
 			}
 		case <-s.proven:
 		case <-s.done:
@@ -102,6 +109,16 @@ func (s *cloudSession) endWhenExpiredOrRevoked() {
 			return
 		}
 	}
+}
+
+// isLate reports whether the edge should have renewed its certificate: less than a quarter of its life is left by this
+// machine's clock. An edge whose clock stands behind does not know that.
+func (p *proof) isLate(now time.Time) bool {
+	if len(p.chain) == 0 {
+		return false
+	}
+	leaf := p.chain[0]
+	return leaf.NotAfter.Sub(now) < leaf.NotAfter.Sub(leaf.NotBefore)/4
 }
 
 // newCredential checks a token that is to replace the session's proof. A bad token changes nothing.

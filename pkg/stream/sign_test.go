@@ -330,7 +330,7 @@ func TestRenewWithoutASession(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := c.Renew(t.Context(), nil); err == nil || !strings.Contains(err.Error(), "no session with "+r.server.Addr().String()) {
+	if _, _, err := c.Renew(t.Context(), nil); err == nil || !strings.Contains(err.Error(), "no session with "+r.server.Addr().String()) {
 		t.Errorf("got %v", err)
 	}
 }
@@ -351,7 +351,7 @@ func TestSignPanic(t *testing.T) {
 		t.Error("a node's session has ended")
 	}
 	// The end of the session may overtake the answer.
-	if _, err := e.client.Renew(t.Context(), requestFor(t, "edge2")); err == nil || !strings.Contains(err.Error(), "Internal") && !strings.Contains(err.Error(), "Canceled") {
+	if _, _, err := e.client.Renew(t.Context(), requestFor(t, "edge2")); err == nil || !strings.Contains(err.Error(), "Internal") && !strings.Contains(err.Error(), "Canceled") {
 		t.Errorf("another certificate: %v, want internal, or canceled", err)
 	}
 	r.eventually("the node comes back", func() bool { return r.dir.Holds("edge2") && r.dir.Lookup("edge2") != was })
@@ -450,7 +450,7 @@ func TestToldWithACertificate(t *testing.T) {
 	var cloud []*x509.Certificate
 	cfg.Told = func(t auth.TellEdges, chain []*x509.Certificate) { told, cloud = t, chain }
 	e := r.joinWith(cfg, direct)
-	if _, err = e.client.Renew(t.Context(), requestFor(t, "edge1")); err != nil {
+	if _, _, err = e.client.Renew(t.Context(), requestFor(t, "edge1")); err != nil {
 		t.Fatal(err)
 	}
 	if !reflect.DeepEqual(told, tell) || len(cloud) == 0 || !cloud[0].Equal(enrolled.Cloud[0]) {
