@@ -210,6 +210,25 @@ func TestDebLife(t *testing.T) {
 	if left := leftBy(t, root); !slices.Equal(left, kept) {
 		t.Errorf("after the removal there is\n%q, want\n%q", left, kept)
 	}
+	// A purge long after the removal: meanwhile an archive's program runs the service.
+	const unit = "etc/systemd/system/tunnel-cloud.service"
+	purge := func(program string) {
+		t.Helper()
+		write(t, root, unit, "[Service]\nExecStart="+program+" cloud -c /etc/tunnel/cloud.toml\n")
+		cmd := exec.Command("sh", "../../deployment/packages/deb/postrm", "purge")
+		cmd.Env = append(os.Environ(), "DPKG_ROOT="+root)
+		if out, err := cmd.CombinedOutput(); err != nil {
+			t.Fatalf("%v: %s", err, out)
+		}
+	}
+	purge("/usr/local/bin/tunnel")
+	stays := []string{unit, "etc/tunnel/cloud.toml", "etc/tunnel/pki/ca.key", "var/lib/private/tunnel-cloud/x"}
+	for _, name := range stays {
+		if _, err := os.Stat(filepath.Join(root, name)); err != nil {
+			t.Errorf("a purge while another program runs: %v", err)
+		}
+	}
+	purge("/usr/bin/tunnel")
 	dpkg("-P", "tunnel")
 	if left := leftBy(t, root); !slices.Equal(left, others) {
 		t.Errorf("after the purge there is\n%q, want\n%q", left, others)
