@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -23,6 +24,8 @@ const (
 	// forwardTimeout is how long all exchanges of one query may take together. It is the default
 	// timeout of a stub resolver (resolv.conf(5), timeout).
 	forwardTimeout = 5 * time.Second
+	// longAnswer is how many bytes make an answer long: more than a resolver sends over UDP.
+	longAnswer = 4 << 10
 )
 
 // forwarder sends queries to upstream servers. It has no answers of its own and no cache.
@@ -40,6 +43,10 @@ type forwarder struct {
 	dial     func(ctx context.Context, network, addr string) (net.Conn, error)
 	lookups  int // see ResponderConfig.Lookups
 
+	// expanding has a token for each long answer that is being read and written again, longAnswer. In memory such an
+	// answer may take a hundred times its bytes: two bytes of it can stand for a name of 1,000 characters.
+	expanding chan struct{}
+
 	mu     sync.Mutex           // guards the following
 	used   int                  // queries that wait for an upstream
 	usedBy map[netip.Prefix]int // of each source, as auth.Group counts sources
@@ -51,6 +58,8 @@ func newForwarder(cfg *ResponderConfig) *forwarder {
 		dial:     cfg.Dial,
 		lookups:  cfg.Lookups,
 		usedBy:   make(map[netip.Prefix]int),
+
+		expanding: make(chan struct{}, runtime.GOMAXPROCS(0)),
 	}
 }
 
@@ -124,14 +133,27 @@ func (f *forwarder) exchange(ctx context.Context, up netip.AddrPort, q *query) (
 		if err != nil {
 			return nil, ctxCause(ctx, err)
 		}
+		if len(packet) > longAnswer {
+			f.expanding <- struct{}{}
+			q.expands = true
+		}
 		if m := parseReply(packet, sent); m != nil {
 			return q.asReply(m), nil
 		}
+		f.expanded(q)
 		if q.via == overTCP {
 			return nil, errors.New("the answer is not to what was asked")
 		}
 		// Over UDP the packet may be the answer to an older query, or forged. The right answer may
 		// still come.
+	}
+}
+
+// expanded is called when the answer to q was written, or was none.
+func (f *forwarder) expanded(q *query) {
+	if q.expands {
+		q.expands = false
+		<-f.expanding
 	}
 }
 

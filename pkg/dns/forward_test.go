@@ -536,6 +536,37 @@ func TestForwardIsBounded(t *testing.T) {
 	}
 }
 
+// Few long answers are in memory at a time, since each may take a hundred times its bytes there.
+func TestLongAnswersTakeTurns(t *testing.T) {
+	up := upstream(t, func(q *dns.Msg, _ string) [][]byte {
+		m := new(dns.Msg).SetReply(q)
+		for range 40 {
+			m.Answer = append(m.Answer, &dns.TXT{
+				Hdr: dns.RR_Header{Name: q.Question[0].Name, Rrtype: dns.TypeTXT, Class: dns.ClassINET},
+				Txt: []string{strings.Repeat("x", 200)},
+			})
+		}
+		return [][]byte{pack(t, m)}
+	})
+	r := respond(t, ResponderConfig{Truth: newHeld("edge1 10.0.0.5"), Upstream: []netip.AddrPort{up}})
+	turns := r.forward.expanding
+	for range cap(turns) {
+		turns <- struct{}{}
+	}
+	answered := make(chan int, 1) // one answer
+	go func() { answered <- len(ask(t, r.Addr(), "tcp", question("long.", dns.TypeTXT)).Answer) }()
+	select {
+	case <-answered:
+		t.Error("a long answer is read out of turn")
+	case <-time.After(50 * time.Millisecond):
+	}
+	<-turns
+	if n := <-answered; n != 40 {
+		t.Errorf("%d records, want 40", n)
+	}
+	testkit.Eventually(t, "the next one has its turn", func() bool { return len(turns) == cap(turns)-1 })
+}
+
 // One client, whose queries no server answers, leaves room for others. All addresses of a /64 are one client.
 func TestForwardShares(t *testing.T) {
 	many := newForwarder(&ResponderConfig{Lookups: 64})

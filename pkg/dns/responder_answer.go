@@ -45,6 +45,7 @@ type query struct {
 	limit    int          // bytes of the longest answer that the client accepts
 	via      transport
 	aliases  []dns.RR // the first records of the answer, from Zone; an upstream resolves the target of the last one
+	expands  bool     // the query has a token of forwarder.expanding
 }
 
 // answer returns the reply to a packet; nil: the packet gets no reply. If an upstream must be
@@ -262,6 +263,7 @@ func (r *Responder) authoritativeReply(q *query, rcode int) *dns.Msg {
 // resolve forwards q to an upstream and returns the answer. The caller must have called admit.
 func (r *Responder) resolve(ctx context.Context, q *query) (reply []byte) {
 	defer r.recoverPanic()
+	defer r.forward.expanded(q)
 	m, err := r.forward.resolve(ctx, q)
 	if err != nil {
 		if n, ok := r.upstreamErrors.Allow(); ok && ctx.Err() == nil {
