@@ -24,17 +24,21 @@ const (
 	maxItems = 250_000
 	// maxPaths bounds all paths of a State: of its items, and of the items above maxItems.
 	maxPaths = 4 * maxItems
+	// maxBytes bounds the bytes of all paths and values, also of the items above maxItems: a file of the node has them.
+	// 250,000 items have some 40 MiB.
+	maxBytes = 256 << 20
 )
 
-// ErrTooMany is the error of a series with more than maxPaths paths.
-var ErrTooMany = fmt.Errorf("the cloud sends more than %d items", maxPaths)
+// ErrTooMany is the error of a series that would lead to more than maxPaths paths, or to more than maxBytes bytes.
+var ErrTooMany = fmt.Errorf("the cloud sends more than %d items, or more than %d MiB", maxPaths, maxBytes>>20)
 
 // State is all that a node knows of the cluster's Services. It is not safe for concurrent use.
 type State struct {
 	digests Digests
 	items   map[Path]string // the value of each item, encoded
-	leftOut map[Path]uint64 // items for which there was no room, with their digests
+	leftOut map[Path]left   // items for which there was no room
 	most    int             // how many items the state has at most, apart from those in leftOut
+	bytes   int             // of all paths and values, also of leftOut
 
 	services map[string]*Service // by NAMESPACE/NAME
 	// endpoints are the paths of the endpoints that can be read, sorted, by NAMESPACE/NAME of their Service. An endpoint
@@ -44,10 +48,16 @@ type State struct {
 	clusterIP map[netip.Addr]int // how many Services have it as a ClusterIP
 }
 
+// left is an item that the state leaves out.
+type left struct {
+	digest uint64
+	size   int // of its value, in bytes
+}
+
 // NewState returns the state without items.
 func NewState() *State {
 	return &State{
-		items: make(map[Path]string), leftOut: make(map[Path]uint64), most: maxItems, services: make(map[string]*Service),
+		items: make(map[Path]string), leftOut: make(map[Path]left), most: maxItems, services: make(map[string]*Service),
 		endpoints: make(map[string][]Path), nodes: make(map[string]*Node), clusterIP: make(map[netip.Addr]int),
 	}
 }
@@ -67,15 +77,20 @@ func (d *Difference) Empty() bool { return len(d.Set) == 0 && len(d.Deleted) == 
 // the digests alone; LeftOut counts them. A series with far too many items changes nothing: the error is ErrTooMany.
 func (s *State) Apply(series ...*pb.Changes) (d Difference, err error) {
 	var errs []error
-	paths := s.Len()
+	paths, bytes := s.Len(), s.bytes
 	for _, c := range series {
 		for _, item := range c.GetSet() {
-			if !s.knows(item.GetPath()) {
+			p := item.GetPath()
+			bytes += len(item.GetValue())
+			if s.knows(p) {
+				bytes -= len(s.items[p]) + s.leftOut[p].size
+			} else {
 				paths++
+				bytes += len(p)
 			}
 		}
 	}
-	if paths > 4*s.most {
+	if paths > 4*s.most || bytes > maxBytes {
 		return d, ErrTooMany
 	}
 	set := make(map[Path]struct{})
@@ -143,16 +158,17 @@ func (s *State) has(item *pb.Item) bool {
 	if value, has := s.items[item.GetPath()]; has {
 		return value == string(item.GetValue())
 	}
-	sum, out := s.leftOut[item.GetPath()]
-	return out && sum == Digest(item.GetPath(), item.GetValue())
+	l, out := s.leftOut[item.GetPath()]
+	return out && l.digest == Digest(item.GetPath(), item.GetValue())
 }
 
 // set puts an item in the place of the one that has its path.
 func (s *State) set(p Path, value []byte) error {
 	s.forget(p)
 	s.digests.Flip(p, value)
+	s.bytes += len(p) + len(value)
 	if len(s.items) >= s.most {
-		s.leftOut[p] = Digest(p, value)
+		s.leftOut[p] = left{Digest(p, value), len(value)}
 		return nil
 	}
 	s.items[p] = string(value)
@@ -200,9 +216,10 @@ func (s *State) delete(gone []Path, p Path) []Path {
 
 // forget removes the item with a path. It reports whether there was one.
 func (s *State) forget(p Path) bool {
-	if sum, out := s.leftOut[p]; out {
+	if l, out := s.leftOut[p]; out {
 		delete(s.leftOut, p)
-		s.digests[Bucket(p)] ^= sum
+		s.bytes -= len(p) + l.size
+		s.digests[Bucket(p)] ^= l.digest
 		return true
 	}
 	value, known := s.items[p]
@@ -210,6 +227,7 @@ func (s *State) forget(p Path) bool {
 		return false
 	}
 	delete(s.items, p)
+	s.bytes -= len(p) + len(value)
 	s.digests.Flip(p, []byte(value))
 	switch parts := split(p); {
 	case parts == nil:

@@ -294,6 +294,13 @@ func TestTooManyItems(t *testing.T) {
 	if s.Digests() != all {
 		t.Error("the digests lack what is left out")
 	}
+	large := s.bytes
+	s.bytes += maxBytes
+	more := &pb.Changes{Set: []*pb.Item{item(t, NodePath("x"), &Node{})}}
+	if d, err := s.Apply(more); !errors.Is(err, ErrTooMany) || !d.Empty() {
+		t.Errorf("a state with too many bytes takes more: %v, %v", d, err)
+	}
+	s.bytes = large
 	before := s.Digests()
 	endless := new(pb.Changes)
 	for i := range 13 {
@@ -301,5 +308,9 @@ func TestTooManyItems(t *testing.T) {
 	}
 	if d, err := s.Apply(endless); !errors.Is(err, ErrTooMany) || !d.Empty() || s.Digests() != before {
 		t.Errorf("far too many items: %v", err)
+	}
+	apply(&pb.Changes{Deleted: []Path{NodePath("b"), NodePath("c"), NodePath("d")}})
+	if s.bytes != 0 || s.Len() != 0 {
+		t.Errorf("a state without items counts %d bytes, and %d items", s.bytes, s.Len())
 	}
 }
