@@ -55,6 +55,8 @@ type EdgeConfig struct {
 	Log      *slog.Logger
 	// OneTarget is true if each conn has a target, and its flows may not name another target.
 	OneTarget bool
+	// Keeps is asked every few seconds whether the flows of a conn to a target may go on; nil: they may.
+	Keeps func(target string) bool
 	// Share is the part of Flows that all conns of one Request.Caller may have: 4 is a quarter; 0: all of them.
 	Share int
 
@@ -69,7 +71,8 @@ type Edge struct {
 	counters *Counters
 	core     *tunnel.Counters
 	log      *slog.Logger
-	single   bool          // see EdgeConfig.OneTarget
+	single   bool // see EdgeConfig.OneTarget
+	keeps    func(string) bool
 	share    int64         // see EdgeConfig.Share
 	late     time.Duration // see newQueue
 	idle     time.Duration // see edgeIdleTime; tests replace it
@@ -101,7 +104,7 @@ func NewEdge(policy Policy, cfg EdgeConfig) *Edge {
 		cfg.Core = new(tunnel.Counters)
 	}
 	e := &Edge{
-		policy: policy, counters: cfg.Counters, core: cfg.Core, log: cfg.Log, single: cfg.OneTarget,
+		policy: policy, counters: cfg.Counters, core: cfg.Core, log: cfg.Log, single: cfg.OneTarget, keeps: cfg.Keeps,
 		share: int64(max(cfg.Share, 1)), late: cfg.late, idle: edgeIdleTime, refused: refusedTime,
 		conns: make(map[*edgeConn]struct{}), callers: make(map[string]*callerFlows),
 		refusals: make(map[netip.AddrPort]time.Time),

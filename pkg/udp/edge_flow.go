@@ -513,12 +513,13 @@ func (c *edgeConn) sweep() {
 	}
 }
 
-// endIdle ends the flows that have been idle, tells the cloud, and returns how many flows are left.
+// endIdle ends the flows that have been idle, or may not go on, tells the cloud, and returns how many flows are left.
 func (c *edgeConn) endIdle(idle time.Duration) (left int) {
+	over := c.edge.keeps != nil && c.target != "" && !c.edge.keeps(c.target)
 	c.mu.Lock()
 	defer c.unlock()
 	for _, f := range c.flows {
-		if f.idle() >= idle {
+		if over || f.idle() >= idle {
 			c.out.control(kindEnd, f.id, nil)
 			c.endLocked(f)
 			continue

@@ -11,6 +11,7 @@ import (
 	"runtime"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -236,6 +237,23 @@ func TestEndOfAFlow(t *testing.T) {
 	if n := c.edge.counters.Flows.Load(); n != 1 {
 		t.Errorf("%d flows", n)
 	}
+}
+
+// Flows to a target that is no longer permitted end, though they are in use.
+func TestTargetThatGoes(t *testing.T) {
+	var gone atomic.Bool
+	addr := target(t, echo)
+	c := dialEdge(t, policy(t), addr, func(e *Edge) {
+		e.keeps = func(one string) bool { return one != addr || !gone.Load() }
+	})
+	c.open(1, "", "x")
+	c.want(1, "x")
+	if n := c.edgeConn().endIdle(time.Hour); n != 1 {
+		t.Errorf("%d flows go on, want 1", n)
+	}
+	gone.Store(true)
+	c.edgeConn().endIdle(time.Hour)
+	c.wantEnd(1, 0)
 }
 
 // The end of a flow does not wait for what its target has sent, and meanwhile no other flow waits.

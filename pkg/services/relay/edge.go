@@ -32,7 +32,11 @@ var _ tunnel.Routed = (*Edge)(nil)
 // others because of a Service: a user who may write EndpointSlices can claim that any address is on this node.
 func NewEdge(r *Relay, policy Policy) *Edge {
 	cfg := r.cfg.Datagrams
-	cfg.Share = 4 // the caller is a node
+	cfg.Share = 4                          // the caller is a node
+	cfg.Keeps = func(target string) bool { // another pod may get the address of an endpoint that has gone
+		at, err := netip.ParseAddrPort(target)
+		return err == nil && r.owns(address{unmapped(at), protocolUDP})
+	}
 	e := &Edge{relay: r, policy: policy, datagrams: udp.NewEdge(ownTargets{policy, r}, cfg)}
 	r.ends = append(r.ends, e.datagrams)
 	r.mu.Lock()
