@@ -30,7 +30,7 @@ func (w *edgeWiring) addServices() (err error) {
 	cfg := relay.Config{
 		Node: w.conf.Node, File: s.State, Direct: s.Direct, Full: s.Full, Spread: s.Spread,
 		Watch: w.watchServices, Reach: w.reachService, InContainer: w.egress.InContainer, IsOwn: w.policy.IsOwn,
-		Domain: s.Domain, Left: w.sockets.Left(),
+		Domain: s.Domain, Left: w.sockets.Left(), AwaitsRouted: w.conf.CNI.On && w.conf.CNI.Routes,
 		Datagrams: udp.EdgeConfig{Flows: w.conf.Limits.Flows, Counters: w.udp}, Counters: w.counters, Log: w.log,
 	}
 	if s.DNS {

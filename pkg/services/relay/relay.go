@@ -80,6 +80,9 @@ type Config struct {
 	// Reach opens a conn to a target (see services.Target) through the cloud. ctx ends only the dial, not the conn. A
 	// refusal is a *tunnel.Refusal.
 	Reach func(ctx context.Context, target string) (net.Conn, error)
+	// AwaitsRouted says that SetRouted will be called soon after the start. Run waits for the first call, routedTime at
+	// most: else endpoints behind the node's routes would get the tunnel's rules for a moment, and their conns keep those.
+	AwaitsRouted bool
 	// InContainer reports whether packets to an address go to a container of this machine. IsOwn reports whether an
 	// address is one of this machine. nil stands for a function that always returns false. Home uses both.
 	InContainer, IsOwn func(netip.Addr) bool
@@ -106,6 +109,8 @@ type Relay struct {
 	every      time.Duration // how often Run checks the rules in the kernel
 	dial       func(ctx context.Context, network, addr string) (net.Conn, error)
 	handedOver chan struct{} // closed when Run no longer serves new callers; nothing is sent
+	routed     chan struct{} // closed by the first call of SetRouted; nothing is sent
+	patience   time.Duration // routedTime; tests replace it
 	wake       chan struct{} // Run must bring a new plan into the kernel; capacity 1, never closed
 	release    *time.Timer   // calls collect, see releaseMemory
 	garbage    atomic.Int64  // how many items have changed since release was last set
@@ -175,11 +180,15 @@ func newRelay(cfg Config, k kernel) *Relay {
 		planner: planner{string(cfg.Node), cfg.Direct, cfg.Full, cfg.Spread},
 		cfg:     cfg, kernel: k, log: cfg.Log.With("module", name), grace: tunnel.GracePeriod, every: interval,
 		dial: (&net.Dialer{Control: directControl}).DialContext, wake: make(chan struct{}, 1),
-		handedOver: make(chan struct{}), release: release,
+		handedOver: make(chan struct{}), routed: make(chan struct{}), patience: routedTime,
+		release:  release,
 		affinity: newAffinity(maxAffinity), callers: callers{max: maxPerCaller}, zone: newZone(cfg),
 		state: services.NewState(), plan: newPlan(),
 	}
 }
+
+// routedTime is how long Run waits for SetRouted. The network of the pods is ready within some tens of milliseconds.
+const routedTime = 2 * time.Second
 
 // Name implements tunnel.Module.
 func (r *Relay) Name() string { return name }
@@ -197,6 +206,13 @@ func (r *Relay) Run(ctx context.Context) error {
 	called, endCalls := context.WithCancel(context.WithoutCancel(ctx)) // lasts as long as callers are served
 	defer endCalls()
 	door := newDoor(connCtx, r, fail)
+	if r.cfg.AwaitsRouted {
+		select {
+		case <-r.routed:
+		case <-time.After(r.patience):
+		case <-ctx.Done():
+		}
+	}
 	r.guard(fail, func() error { r.apply(door); return nil }) // without waiting for the cloud
 	var keeping, running sync.WaitGroup
 	keeping.Go(func() { r.guard(fail, func() error { r.follow(serving, file); return nil }) })
@@ -377,6 +393,9 @@ func (r *Relay) SetRouted(networks []netip.Prefix) {
 	direct := slices.Concat(r.cfg.Direct, networks)
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	if !tunnel.IsClosed(r.routed) {
+		close(r.routed)
+	}
 	if slices.Equal(direct, r.planner.direct) {
 		return
 	}

@@ -941,6 +941,25 @@ func TestEdgeDialsItsEndpoints(t *testing.T) {
 	})
 }
 
+// The first rules that an edge writes know the routes of its node.
+func TestFirstRulesKnowTheRoutes(t *testing.T) {
+	k, c := new(fake), newCloud()
+	r, _ := newTestRelay(t, k, c)
+	r.cfg.AwaitsRouted, r.patience = true, time.Hour
+	testkit.Run(t, r.Run)
+	time.Sleep(50 * time.Millisecond)
+	programs := func() int {
+		k.mu.Lock()
+		defer k.mu.Unlock()
+		return k.programs
+	}
+	if n := programs(); n > 0 {
+		t.Errorf("%d sets of rules before the routes are known", n)
+	}
+	r.SetRouted([]netip.Prefix{netip.MustParsePrefix("10.88.2.0/24")})
+	testkit.Eventually(t, "the rules are written", func() bool { return programs() > 0 })
+}
+
 // After tunnel restart, the old process has the file for a moment. Meanwhile an open waits for the state.
 func TestEdgeWaitsForItsFile(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
