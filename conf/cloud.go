@@ -35,6 +35,7 @@ type Cloud struct {
 	Audit       string        // [mode.cloud.audit] file, a path or AuditStdout; "": off
 	Inventory   string        // [mode.cloud.admin] inventory, a path or configmap:NAME; "": the cloud keeps none
 	Namespace   string        // namespace of the inventory's ConfigMap
+	elsewhere   bool          // Env.Elsewhere
 	Expected    string        // [mode.cloud.admin] nodeselector, which nodes should have an edge; "": see ReadsNodes
 	Forwards    string        // [mode.cloud.admin] forwards, a path; "": no file of forwards
 	Page        string        // [mode.cloud.admin] page, host:port of the status page on loopback; "": off
@@ -265,6 +266,7 @@ func newCloud(t *cloudTable, env Env, r *report) *Cloud {
 		Audit:       r.src.auditFile(t.Audit.File),
 		Inventory:   r.src.inventory(t.Admin.Inventory),
 		Namespace:   env.PodNamespace,
+		elsewhere:   env.Elsewhere,
 		Expected:    t.Admin.NodeSelector,
 		Forwards:    path(t.Admin.Forwards),
 		Page:        t.Admin.Page,
@@ -339,6 +341,7 @@ func (c *Cloud) checkInventory(r *report) {
 	case name == c.DNS.ConfigMap:
 		r.add(key, "the ConfigMap %s holds the names of nodes: give the inventory one of its own, "+
 			"such as \"configmap:tunnel-inventory\"", name)
+	case c.Namespace == "" && c.elsewhere:
 	case !isLabel(c.Namespace):
 		r.add(key, "POD_NAMESPACE %q is not the namespace of the ConfigMap: set it from the pod's metadata.namespace, "+
 			"or write the path of a file", c.Namespace)

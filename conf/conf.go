@@ -70,24 +70,22 @@ func LoadCloud(path string, env Env) (*Cloud, error) {
 }
 
 // ReadCloud reads the cloud's part of a file like LoadCloud, but checks only the token file, and does not read
-// the file of forwards. Other problems of the file are warnings. So a node can be revoked even if, for instance, a
+// the file of forwards. others are other problems of the file. So a node can be revoked even if, for instance, a
 // certificate is missing, or the file has a key that only a later program knows.
-func ReadCloud(path string, env Env) (*Cloud, error) {
+func ReadCloud(path string, env Env) (c *Cloud, others Problems, err error) {
 	c, r := readCloud(path, env, false)
 	if c == nil {
-		return nil, r.err()
+		return nil, nil, r.err()
 	}
-	others := r.problems
+	others = sortedByLine(r.problems)
 	if r.problems = nil; !slices.ContainsFunc(others, func(p Problem) bool { return p.Key == tokenFileKey }) {
 		c.Server.checkTokenFile(r)
 		if r.err() == nil {
-			r.warned = append(r.warned, others...)
-			c.Warnings = r.warnings()
-			return c, nil
+			return c, others, nil
 		}
 	}
 	r.problems = append(r.problems, others...)
-	return nil, r.err()
+	return nil, nil, r.err()
 }
 
 // readCloud reads the cloud's part of a file without checking it. If forwards is true, it also reads the file of

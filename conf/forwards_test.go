@@ -88,7 +88,7 @@ func TestBadForwards(t *testing.T) {
 				checked.Error() != err.Error() {
 				t.Errorf("Check reports %v\nLoadCloud %v", checked, err)
 			}
-			if _, err = ReadCloud("cloud.toml", testEnv()); err != nil {
+			if _, _, err = ReadCloud("cloud.toml", testEnv()); err != nil {
 				t.Errorf("ReadCloud, by which a node is revoked, fails: %v", err)
 			}
 		})

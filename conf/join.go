@@ -77,11 +77,12 @@ func (j Join) Signs() bool { return j.Kubernetes || j.CAKey != "" }
 // AsksKubernetes reports whether Kubernetes is needed to decide who may join.
 func (j Join) AsksKubernetes() bool { return j.Kubernetes || len(j.ServiceAccounts) > 0 }
 
-// edgeAddress reports an address of the cloud that edges would refuse.
+// edgeAddress checks an address of the cloud. It warns of one that edges refuse: nodes that need no join token do
+// without it.
 func (r *report) edgeAddress(key, addr string) {
 	r.address(key, addr, "tunnel.example.com:9000")
 	if host, _, err := net.SplitHostPort(addr); err == nil && IsHost(host) && !auth.IsHost(host) {
-		r.add(key, "edges refuse the host of %q: it may have letters, digits, '-' and '.' alone, and no '.' at its end", addr)
+		r.warn(key, "edges accept only letters, digits, '-' and '.' in a host, and no '.' at its end: %q", addr)
 	}
 }
 

@@ -96,7 +96,7 @@ func (c *Cloud) checkMirror(r *report) {
 		r.add(t+"service", "%q is not the name of a Service: write the Service whose endpoints are the pods of the cloud, "+
 			`such as "tunnel-cloud-peers"; its namespace is POD_NAMESPACE`, m.Service)
 	}
-	if !isLabel(m.Namespace) {
+	if !isLabel(m.Namespace) && (m.Namespace != "" || !c.elsewhere) {
 		r.add(t[:len(t)-1], "POD_NAMESPACE %q is not the namespace of the cloud: set it from the pod's metadata.namespace",
 			m.Namespace)
 	}

@@ -386,7 +386,9 @@ func newProof(e *conf.Edge, files *reload.Files, log *slog.Logger) (proof, error
 			return proof{}, fmt.Errorf("mode.edge.stream.client: nodecert: %s is of node %s, and this is node %s (%s): "+
 				"set node in [mode.edge], or join as %s", e.NodeCert, node, e.Node, e.NodeFrom, e.Node)
 		}
-		pair.TakeNewer()
+		if e.Renews() {
+			pair.TakeNewer()
+		}
 		return proof{pair: pair}, nil
 	case e.TokenFile != "":
 		if _, err := auth.ReadTokenFile(e.TokenFile, log); err != nil {

@@ -111,6 +111,7 @@ func (w *edgeWiring) newNames() *dns.Responder {
 		Dial:      (&net.Dialer{Control: relay.Unredirected}).DialContext,
 		AllowFrom: auth.Sources{netip.MustParsePrefix("0.0.0.0/0"), netip.MustParsePrefix("::/0")},
 		Counters:  w.counters, Log: w.log,
+		PerAddress: true, // the pods of a node have one IPv6 /64
 	})
 }
 

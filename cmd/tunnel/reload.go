@@ -315,8 +315,8 @@ A signal SIGHUP does the same; its result is in the log.
 
 A running cloud takes over tcp and udp ports with the tables beside them. Of https it takes over allowfrom,
 clientnames and callers; of egress strategies, defaultnodes and clientnames. Of its limits it takes over
-connsperaddress, flows and flowsperaddress; of join servers, and of admin forwards. A running edge takes over
-allow, and the limit flows.
+connsperaddress, flows and flowsperaddress; of [mode.cloud.join], servers; of [mode.cloud.admin], forwards.
+A running edge takes over allow, and the limit flows.
 The keys of https and of egress wait for a restart if another key of their table differs as well.
 
 Exit codes: 0 the daemon runs with the file; 1 no answer, or a reload or restart is under way; 3 the file has a

@@ -220,10 +220,10 @@ func (f *tokenFlags) creator(in io.Reader) (func(*conf.Cloud) ([]*setup.Token, e
 	}, nil
 }
 
-// printWarnings prints what is wrong with a configuration, and does not keep a command from its work.
-func printWarnings(w io.Writer, all []string) {
+// printProblems prints what is wrong with a configuration, and does not keep a command from its work.
+func printProblems(w io.Writer, all conf.Problems) {
 	for _, one := range all {
-		fmt.Fprintln(w, "warning: "+tunnel.Printable(one))
+		fmt.Fprintln(w, "warning: "+tunnel.Printable(one.Error()))
 	}
 }
 
@@ -250,7 +250,7 @@ func newTokenListCommand() *cobra.Command {
 		Long: `list shows the nodes that have tokens, that have joined or that are revoked, as the token file has them. It
 never shows a token.
 
-Exit codes: 0 ok, 1 the token file cannot be read, 3 the configuration has a problem.`,
+Exit codes: 0 ok, 1 the token file cannot be read, 3 the configuration cannot be read.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if asJSON {
@@ -263,11 +263,11 @@ Exit codes: 0 ok, 1 the token file cannot be read, 3 the configuration has a pro
 			if err != nil {
 				return err
 			}
-			c, err := conf.ReadCloud(path, elsewhere())
+			c, others, err := conf.ReadCloud(path, elsewhere())
 			if err != nil {
 				return configError(err)
 			}
-			printWarnings(cmd.ErrOrStderr(), c.Warnings)
+			printProblems(cmd.ErrOrStderr(), others)
 			lines, err := setup.ListTokens(c)
 			if err != nil {
 				return setupError(err)
@@ -305,10 +305,10 @@ func sessionAfterRevoke(ctx context.Context, c *conf.Cloud, node tunnel.NodeName
 	client, connected := api.NewClient(c.AdminSocket), false
 	for {
 		list, err := client.Nodes(ctx)
-		switch {
-		case err != nil && !connected:
+		if err != nil && (!connected || ctx.Err() == nil) { // else the time is over, and it was connected just before
 			return fmt.Sprintf("Not checked whether a cloud has ended a session: %v", err), false
-		case err == nil:
+		}
+		if err == nil {
 			connected = slices.ContainsFunc(list.Nodes, func(n api.Node) bool {
 				return n.Name == string(node) && n.State == api.Connected
 			})
@@ -341,8 +341,8 @@ the admin socket of the configuration, and says whether the node still has a ses
 ` + "`tunnel token create`" + ` lets the node join again, but not with its old token or certificate.
 With the pattern of a token for several nodes, revoke removes that token. Nodes that have joined stay.
 
-Exit codes: 0 revoked; 1 a file cannot be read or written, or the node still has a session; 2 wrong command line; 3 the
-configuration has a problem.`,
+Exit codes: 0 revoked; 1 a file cannot be read or written, or the node still has a session; 2 wrong command line;
+3 the configuration cannot be read.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			var name tunnel.NodeName
@@ -356,11 +356,11 @@ configuration has a problem.`,
 			if err != nil {
 				return err
 			}
-			c, err := conf.ReadCloud(path, elsewhere())
+			c, others, err := conf.ReadCloud(path, elsewhere())
 			if err != nil {
 				return configError(err)
 			}
-			printWarnings(cmd.ErrOrStderr(), c.Warnings)
+			printProblems(cmd.ErrOrStderr(), others)
 			if pattern != "" {
 				err = setup.Withdraw(c, host(), pattern, cmd.OutOrStdout(), cmd.ErrOrStderr())
 			} else {

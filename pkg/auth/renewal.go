@@ -56,9 +56,9 @@ type Renewal struct {
 	current atomic.Pointer[x509.Certificate]
 	// lastFailed is set while the last try to read or renew has failed. Written by Run.
 	lastFailed atomic.Bool
-	// ahead is by how many nanoseconds the cloud's clock is ahead of this machine's, as the last renewal has shown. The
-	// cloud's clock counts: it decides whether the certificate is valid. Written by Run.
-	ahead atomic.Int64
+	// clock is what the cloud's clock has shown at the last renewal; nil: it is not known. It counts, since the cloud
+	// decides whether the certificate is valid. Written by Run.
+	clock atomic.Pointer[reading]
 	// asked wakes Run for a new request. ask sends, Run receives, nobody closes. Capacity 1 is enough: one wake-up makes
 	// Run look at all requests.
 	asked chan struct{}
@@ -234,7 +234,7 @@ func (r *Renewal) renew(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	r.ahead.Store(int64(time.Until(now)))
+	r.clock.Store(&reading{now, time.Now()})
 	leaf, err := CheckIssued(chain, r.cfg.Node, key.Public(), now)
 	if err != nil {
 		return fmt.Errorf("the certificate from the cloud: %w", err)
@@ -257,8 +257,18 @@ func (r *Renewal) renew(ctx context.Context) error {
 	return nil
 }
 
-// now returns the time by the cloud's clock, as far as it is known.
-func (r *Renewal) now() time.Time { return time.Now().Add(time.Duration(r.ahead.Load())) }
+// reading is the time that a clock has shown, and when that was. at has a monotonic part: this machine's clock may be
+// set meanwhile.
+type reading struct{ shown, at time.Time }
+
+// now returns the time by the cloud's clock, or by this machine's if the cloud's is not known.
+func (r *Renewal) now() time.Time {
+	c := r.clock.Load()
+	if c == nil {
+		return time.Now()
+	}
+	return c.shown.Add(time.Since(c.at))
+}
 
 // Current returns the certificate that Run has last read or written; nil: there was none yet.
 func (r *Renewal) Current() *x509.Certificate { return r.current.Load() }

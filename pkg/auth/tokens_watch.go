@@ -20,7 +20,7 @@ func (t *Tokens) Run(ctx context.Context) error {
 const (
 	// catchUpPoll is how often latest looks whether Run has read the file.
 	catchUpPoll = 10 * time.Millisecond
-	// catchUpPolls is how often latest looks at most: over a second, within which [reload.Watch] sees each change.
+	// catchUpPolls is how many times latest looks at most: over a second, within which [reload.Watch] sees each change.
 	catchUpPolls = 120
 )
 

@@ -43,13 +43,15 @@ type forwarder struct {
 	dial     func(ctx context.Context, network, addr string) (net.Conn, error)
 	lookups  int // see ResponderConfig.Lookups
 
+	perAddress bool // see ResponderConfig.PerAddress
+
 	// expanding has a token for each long answer that is being read and written again, longAnswer. In memory such an
 	// answer may take a hundred times its bytes: two bytes of it can stand for a name of 1,000 characters.
 	expanding chan struct{}
 
 	mu     sync.Mutex           // guards the following
 	used   int                  // queries that wait for an upstream
-	usedBy map[netip.Prefix]int // of each source, as auth.Group counts sources
+	usedBy map[netip.Prefix]int // of each client, see clientOf
 }
 
 func newForwarder(cfg *ResponderConfig) *forwarder {
@@ -57,17 +59,19 @@ func newForwarder(cfg *ResponderConfig) *forwarder {
 		upstream: cfg.Upstreams,
 		dial:     cfg.Dial,
 		lookups:  cfg.Lookups,
-		usedBy:   make(map[netip.Prefix]int),
+
+		perAddress: cfg.PerAddress,
+		usedBy:     make(map[netip.Prefix]int),
 
 		expanding: make(chan struct{}, runtime.GOMAXPROCS(0)),
 	}
 }
 
 // admit takes one of the lookups for a query of a client until release is called. ok is false if the client has seven
-// times as many as are left: so one client has 7/8 of all at most, and another client finds room. The addresses of an
-// IPv6 /64 are one client. Further calls of release have no effect.
+// times as many as are left: so one client has 7/8 of all at most, and another client finds room. Further calls of
+// release have no effect.
 func (f *forwarder) admit(addr netip.Addr) (release func(), ok bool) {
-	client := auth.Group(addr)
+	client := f.clientOf(addr)
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.used == f.lookups || f.usedBy[client] >= 7*(f.lookups-f.used) {
@@ -83,6 +87,15 @@ func (f *forwarder) admit(addr netip.Addr) (release func(), ok bool) {
 			delete(f.usedBy, client)
 		}
 	}), true
+}
+
+// clientOf returns the client to which an address belongs, see ResponderConfig.PerAddress.
+func (f *forwarder) clientOf(a netip.Addr) netip.Prefix {
+	if !f.perAddress {
+		return auth.Group(a)
+	}
+	a = a.Unmap().WithZone("")
+	return netip.PrefixFrom(a, a.BitLen())
 }
 
 // resolve returns the answer of the first upstream that answers, as a reply to q.
@@ -134,8 +147,12 @@ func (f *forwarder) exchange(ctx context.Context, up netip.AddrPort, q *query) (
 			return nil, ctxCause(ctx, err)
 		}
 		if len(packet) > longAnswer {
-			f.expanding <- struct{}{}
-			q.expands = true
+			select {
+			case f.expanding <- struct{}{}:
+				q.expands = true
+			case <-ctx.Done():
+				return nil, context.Cause(ctx)
+			}
 		}
 		if m := parseReply(packet, sent); m != nil {
 			return q.asReply(m), nil
@@ -149,7 +166,7 @@ func (f *forwarder) exchange(ctx context.Context, up netip.AddrPort, q *query) (
 	}
 }
 
-// expanded is called when the answer to q was written, or was none.
+// expanded gives back q's turn, if q has one. It is called when the answer is packed, or when the packet was no answer.
 func (f *forwarder) expanded(q *query) {
 	if q.expands {
 		q.expands = false

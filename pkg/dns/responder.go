@@ -66,6 +66,8 @@ type ResponderConfig struct {
 	// Lookups is how many queries may wait for an upstream at once. Further ones fail at once. 0:
 	// DefaultLookups.
 	Lookups int
+	// PerAddress makes each IPv6 address a client of its own; else the addresses of a /64 are one.
+	PerAddress bool
 }
 
 // The values that replace zero fields of ResponderConfig.

@@ -36,7 +36,7 @@ const (
 	// probeTimeout is how long a kubelet may take to say whether it has a pod. It is below
 	// findTimeout so that there is time to answer the caller.
 	probeTimeout = 4 * time.Second
-	// silentProbeTimeout replaces probeTimeout for a kubelet that did not answer within the last maxSilence.
+	// silentProbeTimeout replaces probeTimeout for a kubelet that has missed an answer less than maxSilence ago.
 	silentProbeTimeout = time.Second
 	// maxSilence is how long a kubelet that does not answer keeps pods from other nodes. Restarting
 	// a kubelet, or switching its uplink, takes less time.
@@ -67,7 +67,8 @@ type finder struct {
 	silent map[tunnel.NodeName]silence // connected nodes that have not answered; no entry: the node has answered
 }
 
-// silence is that a node has not answered from since to last, the times of its first and last missing answer.
+// silence describes a node that does not answer. since is the time of its first missing answer, and last that of its
+// latest.
 type silence struct{ since, last time.Time }
 
 // hint is a search's result: only this node claimed the pod.

@@ -358,6 +358,22 @@ func (s *Services) item(key string, item proto.Message) []byte {
 	return nil
 }
 
+// cutAddresses leaves an item at most MaxAddresses external IPs and addresses of load balancers, external IPs first.
+// item may be nil.
+func (s *Services) cutAddresses(key string, item *services.Service) {
+	n := len(item.GetExternalIps()) + len(item.GetLoadBalancerIps())
+	if n <= services.MaxAddresses {
+		return
+	}
+	item.ExternalIps = item.ExternalIps[:min(len(item.ExternalIps), services.MaxAddresses)]
+	left := services.MaxAddresses - len(item.ExternalIps)
+	item.LoadBalancerIps = item.LoadBalancerIps[:min(len(item.LoadBalancerIps), left)]
+	if skipped, ok := s.tooLarge.Allow(); ok {
+		s.log.Warn("edges get some of the external IPs and addresses of load balancers of a Service", "object", key,
+			"has", n, "get", services.MaxAddresses, "skipped", skipped)
+	}
+}
+
 // leaveOut says in the log that edges do not get an object.
 func (s *Services) leaveOut(key string, why error) {
 	if skipped, ok := s.tooLarge.Allow(); ok {

@@ -258,15 +258,11 @@ func (s *Services) serviceStore() *serviceStore {
 			if !ok {
 				return errors.New("not a Service")
 			}
-			value := s.item(key, object.item())
-			external := len(object.Spec.ExternalIPs) + len(object.Status.LoadBalancer.Ingress)
-			switch {
-			case len(object.Spec.Ports) > services.MaxPorts:
+			item := object.item()
+			s.cutAddresses(key, item)
+			value := s.item(key, item)
+			if len(object.Spec.Ports) > services.MaxPorts {
 				s.leaveOut(key, fmt.Errorf("it has %d ports, and may have %d", len(object.Spec.Ports), services.MaxPorts))
-				value = nil
-			case external > services.MaxAddresses:
-				s.leaveOut(key, fmt.Errorf("it has %d external IPs and addresses of load balancers, and may have %d",
-					external, services.MaxAddresses))
 				value = nil
 			}
 			if value == nil || !s.tells(object.Namespace) {

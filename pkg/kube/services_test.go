@@ -2,6 +2,7 @@ package kube
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"log/slog"
 	"maps"
@@ -498,7 +499,7 @@ func TestServicesTooLarge(t *testing.T) {
 	}
 }
 
-// An edge in mode full has rules for each port of each external address, so a Service with very many is left out.
+// An edge in mode full has rules for each port of each external address, so it gets a bounded number of them.
 func TestServicesWithTooManyAddresses(t *testing.T) {
 	var log testkit.Log
 	got := newSink(t)
@@ -511,14 +512,27 @@ func TestServicesWithTooManyAddresses(t *testing.T) {
 		t.Fatal(err)
 	}
 	got.want("as many as it may have", "service/shop/web")
-	more := aService("shop", "web")
-	more.Spec.ExternalIPs = append(web.Spec.ExternalIPs, "203.0.113.200")
-	if err := store.Update(more); err != nil {
+	if log.String() != "" {
+		t.Errorf("the log is %q", log.String())
+	}
+	web.Spec.ExternalIPs = web.Spec.ExternalIPs[:60]
+	var ingress []string
+	for i := range 10 {
+		ingress = append(ingress, fmt.Sprintf(`{"ip": "198.51.100.%d"}`, i))
+	}
+	status := `{"loadBalancer": {"ingress": [` + strings.Join(ingress, ", ") + `]}}`
+	if err := json.Unmarshal([]byte(status), &web.Status); err != nil {
 		t.Fatal(err)
 	}
-	got.want("one more")
-	if !strings.Contains(log.String(), "65 external IPs") {
-		t.Errorf("the log is %q", log.String())
+	if err := store.Update(web); err != nil {
+		t.Fatal(err)
+	}
+	got.want("more than it may have", "service/shop/web")
+	item := web.item()
+	s.cutAddresses("shop/web", item)
+	external, balancers := len(item.GetExternalIps()), len(item.GetLoadBalancerIps())
+	if external != 60 || balancers != 4 || !strings.Contains(log.String(), "has=70 get=64") {
+		t.Errorf("%d and %d addresses; the log is %q", external, balancers, log.String())
 	}
 }
 

@@ -47,8 +47,8 @@ const lastPauses = 3
 var ErrFlooded = errors.New("too many HTTP/2 streams, or frames without data")
 
 // NewMetered returns c as a Metered. Nothing may have been read from c. flooded is called by Read. After it has
-// returned true, Read drops what it has read, waits some times pause, in which gRPC can send a last status, and then
-// fails.
+// returned true, Read drops what it has read. It waits for lastPauses pauses at most, so that gRPC can send a last
+// status, and then fails.
 func NewMetered(c net.Conn, pause time.Duration, flooded func(streams, frames int) bool) *Metered {
 	return &Metered{
 		Conn: c, flooded: flooded, pause: pause, skip: len(http2.ClientPreface), header: make([]byte, 0, http2Header),

@@ -77,7 +77,7 @@ func (w *Watcher) Run(ctx context.Context) error {
 // messages that come too fast. It may have lost changes, so its failure counts as a change: the next subscription is
 // open long before changed is called.
 func (w *Watcher) watch(ctx context.Context, events chan<- struct{}) {
-	warned := false
+	warned, gap := false, false // gap: a subscription has broken off, and no other one was open since
 	for ctx.Err() == nil {
 		began := time.Now()
 		opened, err := w.subscribe(ctx, events)
@@ -93,6 +93,8 @@ func (w *Watcher) watch(ctx context.Context, events chan<- struct{}) {
 		}
 		if opened {
 			w.log.Debug("the kernel's reports of route changes broke off, and are asked for again", "err", err)
+		}
+		if gap = gap || opened; gap {
 			tell(events)
 		}
 	}

@@ -15,12 +15,11 @@ import (
 type Pair struct {
 	followed
 	current atomic.Pointer[tls.Certificate] // the pair in use; replaced as a whole
-	newer   bool                            // see TakeNewer; set before Files follows the pair
 }
 
 // TakeNewer makes p take each pair whose validity begins later than that of the pair in use, even if it is not valid by
-// this machine's clock. It is for the certificate of a client: the clock of the other side decides about it. Call it
-// before Files runs.
+// this machine's clock. It is for a certificate that the program renews itself: the clock of the side that checks it
+// counts, and whoever renews it tells about its expiry. Call it before Files runs.
 func (p *Pair) TakeNewer() { p.newer = true }
 
 // NewPair reads a certificate with its intermediates, and its key, in PEM. One file may hold both.

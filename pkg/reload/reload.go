@@ -80,6 +80,7 @@ type followed struct {
 	// adopt puts the files' contents into use, or returns why it cannot.
 	adopt func(contents [][]byte) (validity, error)
 	watch watchFunc // Watch; replaced in tests
+	newer bool      // see Pair.TakeNewer
 
 	// Owned by Run, and by the constructor before Run.
 	digest    [sha256.Size]byte // digest of the contents in use
@@ -198,7 +199,7 @@ func (f *followed) setFault(fault string) (isNew bool) {
 func (f *followed) warn() {
 	v := f.validity()
 	s := v.state(time.Now())
-	if s <= f.warned {
+	if s <= f.warned || f.newer {
 		return
 	}
 	f.warned = s
@@ -225,6 +226,9 @@ func (f *followed) Note() string {
 	defer f.mu.Unlock()
 	if f.fault != "" {
 		return "its files are bad, and the certificates read before stay in use; the log says why"
+	}
+	if f.newer {
+		return ""
 	}
 	return f.valid.state(time.Now()).String()
 }

@@ -24,8 +24,8 @@ const (
 	maxItems = 250_000
 	// maxPaths bounds all paths of a State: of its items, and of the items above maxItems.
 	maxPaths = 4 * maxItems
-	// maxBytes bounds the bytes of all paths and values, also of the items above maxItems: a file of the node has them.
-	// 250,000 items have some 40 MiB.
+	// maxBytes bounds the bytes of all paths and values, also of the items above maxItems: the node's file holds those
+	// items, too. 250,000 items have some 40 MiB.
 	maxBytes = 256 << 20
 )
 
@@ -74,20 +74,20 @@ func (d *Difference) Empty() bool { return len(d.Set) == 0 && len(d.Deleted) == 
 // Apply makes the changes of one series of batches, and returns what they have changed. A series ends with the first
 // batch that has no more set. An item with a wrong path or an unreadable value counts in the digests, so that the cloud
 // does not send it again. Such an item is no part of the state, and err names it. Items above maxItems also count in
-// the digests alone; LeftOut counts them. A series with far too many items changes nothing: the error is ErrTooMany.
+// the digests alone; LeftOut counts them. A series that would lead to far too many items or bytes changes nothing: the
+// error is ErrTooMany. What the series replaces or deletes counts as well.
 func (s *State) Apply(series ...*pb.Changes) (d Difference, err error) {
 	var errs []error
 	paths, bytes := s.Len(), s.bytes
 	for _, c := range series {
 		for _, item := range c.GetSet() {
-			p := item.GetPath()
-			bytes += len(item.GetValue())
-			if s.knows(p) {
-				bytes -= len(s.items[p]) + s.leftOut[p].size
-			} else {
-				paths++
-				bytes += len(p)
+			if s.has(item) {
+				continue
 			}
+			if !s.knows(item.GetPath()) {
+				paths++
+			}
+			bytes += len(item.GetPath()) + len(item.GetValue())
 		}
 	}
 	if paths > 4*s.most || bytes > maxBytes {

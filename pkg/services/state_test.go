@@ -300,6 +300,14 @@ func TestTooManyItems(t *testing.T) {
 	if d, err := s.Apply(more); !errors.Is(err, ErrTooMany) || !d.Empty() {
 		t.Errorf("a state with too many bytes takes more: %v, %v", d, err)
 	}
+	s.bytes = maxBytes - 1000
+	again := &pb.Changes{}
+	for i := range 200 { // to name a path often makes no room
+		again.Set = append(again.Set, item(t, NodePath("b"), &Node{Zone: strconv.Itoa(i % 2)}))
+	}
+	if _, err := s.Apply(again); !errors.Is(err, ErrTooMany) {
+		t.Errorf("a path that is named often: %v", err)
+	}
 	s.bytes = large
 	before := s.Digests()
 	endless := new(pb.Changes)

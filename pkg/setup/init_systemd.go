@@ -36,9 +36,9 @@ func (c *cloudFolder) adopt() (there bool, err error) {
 	if err != nil {
 		return false, err
 	}
-	is, err := conf.ReadCloud(config, c.Host.Env)
-	if err == nil && len(is.Warnings) > 0 { // the unit could not start
-		err = errors.New(strings.Join(is.Warnings, "\n"))
+	is, others, err := conf.ReadCloud(config, c.Host.Env)
+	if err == nil && len(others) > 0 {
+		err = others // the unit could not start
 	}
 	if err != nil {
 		return true, configError(fmt.Errorf("%s exists and cannot be used: %w", config, err))

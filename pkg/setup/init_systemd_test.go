@@ -50,6 +50,15 @@ func TestInitForSystemd(t *testing.T) {
 				if key, err = os.ReadFile(filepath.Join(c.dir, nodesKeyFile)); err != nil {
 					t.Fatal(err)
 				}
+				// A warning about the file, here of a target without a node, does not matter.
+				text, err := os.ReadFile(filepath.Join(c.dir, cloudFile))
+				if err == nil {
+					text = append(text, "\n[mode.cloud.tcp]\n\"127.0.0.1:5432\" = \"db:5432\"\n"...)
+					err = os.WriteFile(filepath.Join(c.dir, cloudFile), text, 0o600)
+				}
+				if err != nil {
+					t.Fatal(err)
+				}
 			}
 			if err := c.fill(); err != nil {
 				t.Fatal(err)

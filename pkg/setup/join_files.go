@@ -11,6 +11,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"syscall"
 
@@ -86,10 +87,14 @@ func newNodeFiles(cfg JoinConfig) (*nodeFiles, error) {
 }
 
 // ofUnit reports whether edge.toml names a certificate in the state folder of the unit. The unit's user could read a
-// certificate nowhere else.
+// certificate nowhere else. The file may be damaged, or of a later program.
 func (f *nodeFiles) ofUnit() bool {
-	is, err := conf.ReadEdge(filepath.Join(f.dir, edgeFile), conf.Env{HostName: "none"})
-	return err == nil && filepath.Dir(is.NodeCert) == stateDir
+	path := filepath.Join(f.dir, edgeFile)
+	if is, err := conf.ReadEdge(path, conf.Env{HostName: "none"}); err == nil {
+		return filepath.Dir(is.NodeCert) == stateDir
+	}
+	text, _, err := tunnel.ReadFile(path, tunnel.MaxFile)
+	return err == nil && bytes.Contains(text, []byte(strconv.Quote(filepath.Join(stateDir, certFile))))
 }
 
 // existingFix says what to do about files that join finds and does not replace.

@@ -28,7 +28,7 @@ func TestInitOperated(t *testing.T) {
 		if err != nil || s.Cloud != socket {
 			t.Errorf("%s: the socket is %q, %v; want %q", when, s.Cloud, err, socket)
 		}
-		is, err := conf.ReadCloud(config, conf.Env{})
+		is, _, err := conf.ReadCloud(config, conf.Env{})
 		if err != nil || is.Inventory != filepath.Join(folder, "nodes.json") ||
 			is.Forwards != filepath.Join(folder, "forwards.toml") {
 			t.Errorf("%s: the inventory is %q, the forwards %q, %v; want both in %q", when, is.Inventory, is.Forwards, err,

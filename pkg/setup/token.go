@@ -153,7 +153,7 @@ func createTokens(c *conf.Cloud, h Host, tokens []*Token) error {
 		}.Encode().Reveal()
 		t.Command = "echo '" + t.Token + "' | sudo tunnel join"
 		if t.Nodes != "" {
-			t.Command += " --systemd" // without it, a second join would have to add the unit, and the token is good for one
+			t.Command += " --systemd" // each name can join once by this token, so a second join cannot add the unit
 		}
 		lines = append(lines, auth.TokenLine{
 			Node: t.Node, Nodes: t.Nodes, Uses: t.Uses, Secret: secret, Join: true, Expires: t.Expires,
@@ -216,7 +216,11 @@ func (t *Token) Explain(out, notes io.Writer) error {
 	if _, err := fmt.Fprintf(out, "  %s\n", t.Command); err != nil {
 		return err
 	}
-	fmt.Fprintf(notes, "\nWith --systemd behind it, the edge starts then and there, and with the machine.\n")
+	if t.Nodes != "" {
+		fmt.Fprintf(notes, "\nWithout systemd on the machine, leave --systemd out.\n")
+	} else {
+		fmt.Fprintf(notes, "\nWith --systemd behind it, the edge starts then and there, and with the machine.\n")
+	}
 	if t.Written {
 		t.change.tellReplicas(notes)
 	}

@@ -210,9 +210,9 @@ func (l *losses) many(has segments, now time.Time) bool {
 	return false
 }
 
-// resume makes the losses count from since on, when the kernel had counted has, unless they count from an
-// earlier time already that is not too old. So the losses of a transfer's first moments count, which are often
-// its only ones: it grows until a router's queue is full.
+// resume sets the start of the count to since; has is what the kernel had counted then. A count that began
+// less than lossLimit before since stays. A transfer grows until a router's queue is full, so it often loses
+// packets only in its first moments: these must count.
 func (l *losses) resume(has segments, since time.Time) {
 	if since.Sub(l.since) > lossLimit {
 		l.since, l.from = since, has

@@ -157,7 +157,7 @@ func (p *pacer) adjust() (began bool) {
 	for c, of := range p.data {
 		before := of.segments
 		n, waits := of.update(c, took)
-		c.losses.resume(before, now.Add(-paceInterval)) // all that it sent since the last look, it sent since then
+		c.losses.resume(before, now.Add(-paceInterval)) // a look follows half a second after a connection has begun to send
 		counted := of.segments
 		if p.ours.known { // a data connection may have begun when a queue was there already
 			counted.trip = min(counted.trip, p.ours.shortestTrip)

@@ -55,7 +55,7 @@ type EdgeConfig struct {
 	Log      *slog.Logger
 	// OneTarget is true if each conn has a target, and its flows may not name another target.
 	OneTarget bool
-	// Keeps is asked every few seconds whether the flows of a conn to a target may go on; nil: they may.
+	// Keeps is asked every six seconds whether the flows of a conn to a target may go on; nil: they may.
 	Keeps func(target string) bool
 	// Share is the part of Flows that all conns of one Request.Caller may have: 4 is a quarter; 0: all of them.
 	Share int

@@ -224,7 +224,7 @@ func mayBeReport(err error) bool {
 	switch errno {
 	case syscall.EAGAIN, syscall.ENOBUFS, syscall.ENOMEM, // no room
 		syscall.EPERM,               // a firewall of this machine
-		syscall.EINVAL, syscall.EIO, // see train.notAsTrain
+		syscall.EINVAL, syscall.EIO, // see train.flush
 		syscall.EBADF, syscall.ENOTSOCK: // no socket
 		return false
 	}

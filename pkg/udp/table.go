@@ -5,6 +5,7 @@ import (
 	"net/netip"
 	"time"
 
+	"tunnel.example/tunnel/pkg/auth"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
@@ -24,7 +25,7 @@ const (
 // Limits bound what the callers of a port may cost. A zero field means the default.
 type Limits struct {
 	Flows           int // flows of a port at once
-	FlowsPerAddress int // flows of a port at once, of one source: an IPv4 address or an IPv6 /64
+	FlowsPerAddress int // flows of a port at once, of one source; see source
 }
 
 func (l Limits) orDefault() Limits {
@@ -66,7 +67,7 @@ type flow struct {
 	inClass, inSource *list.Element // in table.fresh and source.fresh, or in table.confirmed and source.confirmed
 }
 
-// source is one IPv4 address or one IPv6 /64, with flows.
+// source is one IPv4 address or one IPv6 /64 (of a Forwarder: one IPv6 address), with flows.
 type source struct {
 	fresh     list.List // of *flow, longest idle first
 	confirmed list.List // of *flow, longest idle first
@@ -115,13 +116,11 @@ func newTable(l Limits) *table {
 
 // sourceOf returns the source of an address.
 func (t *table) sourceOf(a netip.Addr) netip.Prefix {
-	a = a.Unmap().WithZone("")
-	bits := a.BitLen()
-	if a.Is6() && !t.perAddr {
-		bits = 64
+	if !t.perAddr {
+		return auth.Group(a)
 	}
-	p, _ := a.Prefix(bits) // an address of a socket is valid
-	return p
+	a = a.Unmap().WithZone("")
+	return netip.PrefixFrom(a, a.BitLen())
 }
 
 // room returns the flow that must end to make room for a new flow of caller; nil: there is room. If

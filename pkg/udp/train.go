@@ -78,7 +78,7 @@ func (t *train[Place]) flush() {
 		err := t.send(to, one, 0)
 		t.sent(to, 1, len(one), err)
 		if err == nil {
-			t.limit = limit // only as a train was the datagram too much for the kernel, so no such train is tried again
+			t.limit = limit // the kernel sends the datagram alone, but refuses the train: send such ones one by one from now on
 		}
 	}
 }

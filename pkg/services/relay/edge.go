@@ -33,7 +33,7 @@ var _ tunnel.Routed = (*Edge)(nil)
 func NewEdge(r *Relay, policy Policy) *Edge {
 	cfg := r.cfg.Datagrams
 	cfg.Share = 4                          // the caller is a node
-	cfg.Keeps = func(target string) bool { // another pod may get the address of an endpoint that has gone
+	cfg.Keeps = func(target string) bool { // else a pod that is no endpoint could get the address, and the datagrams
 		at, err := netip.ParseAddrPort(target)
 		return err == nil && r.owns(address{unmapped(at), protocolUDP})
 	}
@@ -69,9 +69,9 @@ func (e *Edge) Run(ctx context.Context) error { return e.datagrams.Run(ctx) }
 // endpoint before this node has.
 const stateTime = 2 * time.Second
 
-// loadTime is how long an open waits until the state of the file is loaded. It is shorter than the time that callers
-// give an open.
-const loadTime = 8 * time.Second
+// loadTime is how long an open waits at most, also for the state of the file. Callers give an open 10 s, and 5 s for
+// datagrams.
+const loadTime = 4 * time.Second
 
 // serve dials an endpoint of this node for another node. It refuses every other address.
 func (e *Edge) serve(ctx context.Context, req tunnel.Request) (net.Conn, error) {
@@ -95,7 +95,8 @@ func (e *Edge) serve(ctx context.Context, req tunnel.Request) (net.Conn, error) 
 // endpoint is. The time counts from when the state of the file is loaded: after tunnel restart, the old process has the
 // file for a moment.
 func (r *Relay) waitForOwn(ctx context.Context, at address) bool {
-	late, counts := time.After(loadTime), false
+	last, counts := time.Now().Add(loadTime), false
+	late := time.After(loadTime)
 	for {
 		r.mu.Lock()
 		changed, loaded := r.changed.Next(), r.loaded || r.current
@@ -104,7 +105,7 @@ func (r *Relay) waitForOwn(ctx context.Context, at address) bool {
 			return true
 		}
 		if loaded && !counts {
-			late, counts = time.After(stateTime), true
+			late, counts = time.After(min(stateTime, time.Until(last))), true
 		}
 		select {
 		case <-changed:

@@ -128,5 +128,6 @@ func (r *Relay) staleSecondsLocked() float64 {
 	case r.since.IsZero():
 		return -1
 	}
-	return max(1, time.Since(r.since).Seconds()) // also if the clock stands before the time of the state
+	// Never 0, which means current: the clock may stand before the time of the state.
+	return max(1, time.Since(r.since).Seconds())
 }

@@ -564,7 +564,7 @@ func externalIPs(service *services.Service) []netip.Addr {
 			}
 		}
 	}
-	return all
+	return all[:min(len(all), services.MaxAddresses)]
 }
 
 // permitted returns the addresses that can be those of a Service, MaxAddresses at most.

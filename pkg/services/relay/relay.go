@@ -80,8 +80,8 @@ type Config struct {
 	// Reach opens a conn to a target (see services.Target) through the cloud. ctx ends only the dial, not the conn. A
 	// refusal is a *tunnel.Refusal.
 	Reach func(ctx context.Context, target string) (net.Conn, error)
-	// AwaitsRouted says that SetRouted will be called soon after the start. Run waits for the first call, routedTime at
-	// most: else endpoints behind the node's routes would get the tunnel's rules for a moment, and their conns keep those.
+	// AwaitsRouted: Run waits for the first call of SetRouted, for routedTime at most, before it writes rules. Rules
+	// written earlier would send connections to neighbours through the tunnel, and open connections keep their way.
 	AwaitsRouted bool
 	// InContainer reports whether packets to an address go to a container of this machine. IsOwn reports whether an
 	// address is one of this machine. nil stands for a function that always returns false. Home uses both.
