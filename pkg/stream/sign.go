@@ -20,9 +20,9 @@ import (
 // Issuer issues certificates to nodes. auth.Issuer implements it.
 type Issuer interface {
 	// First issues the node's first certificate for a join token. For a bad token it returns
-	// auth.ErrUnauthenticated without asking the signer: at once, or in a second if the token file has just changed. While the node's first certificate is
-	// being issued, it returns auth.ErrSigning at once. auth.ErrNoUse says why a good token for several
-	// nodes does not permit this node.
+	// auth.ErrUnauthenticated without asking the signer: at once, or within two seconds if the token file has
+	// just changed. While the node's first certificate is being issued, it returns auth.ErrSigning at once.
+	// auth.ErrNoUse says why a good token for several nodes does not permit this node.
 	First(ctx context.Context, c auth.Credential, request []byte) (node tunnel.NodeName, chain []byte, err error)
 	// Again issues another certificate for the node that holds the certificate in c. A certificate
 	// that is no longer good is refused in the same way as a bad token.
