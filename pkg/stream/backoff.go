@@ -17,7 +17,7 @@ type backoff struct{ tunnel.Backoff }
 
 // backoffMoving replaces tunnel.BackoffMax while the edge's replica is about to stop. The replica waits until
 // leaveLast for the edge to reach another replica, so the edge must be able to try several times in that time.
-const backoffMoving = 2 * time.Second
+const backoffMoving = 1500 * time.Millisecond
 
 // next returns how long to wait after a failure with err. moving says whether the edge's replica is about to stop.
 func (b *backoff) next(err error, moving bool) time.Duration {

@@ -967,7 +967,7 @@ func TestEdgeWaitsForItsFile(t *testing.T) {
 		var dialled []string
 		e := NewEdge(r, noting{dialled: &dialled})
 		go func() {
-			time.Sleep(2 * stateTime)
+			time.Sleep((stateTime + loadTime) / 2)
 			if _, _, err := r.applySeries([]*pb.Changes{
 				shop(t), {Set: []*pb.Item{item(t, other, endpoint("10.88.1.5", "edge1"))}},
 			}); err != nil {
