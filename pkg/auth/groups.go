@@ -17,3 +17,9 @@ func Group(a netip.Addr) netip.Prefix {
 	}
 	return p
 }
+
+// Single returns the prefix of one address alone, for callers that share a network, such as the pods of a node.
+func Single(a netip.Addr) netip.Prefix {
+	a = a.Unmap().WithZone("")
+	return netip.PrefixFrom(a, a.BitLen())
+}

@@ -91,11 +91,10 @@ func (f *forwarder) admit(addr netip.Addr) (release func(), ok bool) {
 
 // clientOf returns the client to which an address belongs, see ResponderConfig.PerAddress.
 func (f *forwarder) clientOf(a netip.Addr) netip.Prefix {
-	if !f.perAddress {
-		return auth.Group(a)
+	if f.perAddress {
+		return auth.Single(a)
 	}
-	a = a.Unmap().WithZone("")
-	return netip.PrefixFrom(a, a.BitLen())
+	return auth.Group(a)
 }
 
 // resolve returns the answer of the first upstream that answers, as a reply to q.

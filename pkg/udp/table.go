@@ -116,11 +116,10 @@ func newTable(l Limits) *table {
 
 // sourceOf returns the source of an address.
 func (t *table) sourceOf(a netip.Addr) netip.Prefix {
-	if !t.perAddr {
-		return auth.Group(a)
+	if t.perAddr {
+		return auth.Single(a)
 	}
-	a = a.Unmap().WithZone("")
-	return netip.PrefixFrom(a, a.BitLen())
+	return auth.Group(a)
 }
 
 // room returns the flow that must end to make room for a new flow of caller; nil: there is room. If
