@@ -50,8 +50,8 @@ type Env struct {
 	PodNamespace string // POD_NAMESPACE
 	HostName     string // the kernel's host name of this machine
 
-	// Elsewhere says that another process runs the cloud, such as a unit of systemd: it has the variables POD_*, and the
-	// environment of this process may lack them.
+	// Elsewhere says that another process runs the cloud, such as a service of systemd. That process has the variables
+	// POD_*; this one may lack them.
 	Elsewhere bool
 }
 

@@ -300,12 +300,12 @@ func sessionAfterRevoke(ctx context.Context, c *conf.Cloud, node tunnel.NodeName
 		return "Not checked: the configuration names no admin socket, by which a cloud could be asked for its sessions.",
 			false
 	}
-	ctx, cancel := limited(ctx, revokeTime)
+	asking, cancel := limited(ctx, revokeTime)
 	defer cancel()
 	client, connected := api.NewClient(c.AdminSocket), false
 	for {
-		list, err := client.Nodes(ctx)
-		if err != nil && (!connected || ctx.Err() == nil) { // else the time is over, and it was connected just before
+		list, err := client.Nodes(asking)
+		if err != nil && (!connected || asking.Err() == nil) { // else the time is over, and it was connected just before
 			return fmt.Sprintf("Not checked whether a cloud has ended a session: %v", err), false
 		}
 		if err == nil {
@@ -322,7 +322,10 @@ func sessionAfterRevoke(ctx context.Context, c *conf.Cloud, node tunnel.NodeName
 		}
 		select {
 		case <-time.After(revokePoll):
-		case <-ctx.Done():
+		case <-asking.Done():
+			if ctx.Err() != nil {
+				return "Not checked whether a cloud has ended a session: the command was interrupted.", false
+			}
 			return fmt.Sprintf("The cloud that answers on %s STILL has a session of node %s. Does it read %s? If systemd runs "+
 				"the cloud, its configuration is /etc/tunnel/cloud.toml.", c.AdminSocket, node, c.Server.TokenFile), true
 		}

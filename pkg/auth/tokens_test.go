@@ -358,7 +358,7 @@ func TestBadReloadKeepsTheLastGoodStateAndTriesAgain(t *testing.T) {
 	wantRevoked(t, g)
 }
 
-// A join token is good from the moment at which the file holds it, and not only once Run has read the file.
+// A join token is good as soon as the file holds it, even before Run has read the file.
 func TestTokenIsGoodAtOnce(t *testing.T) {
 	gate, _ := newGate(t, "edge1:one\n", false)
 	testkit.Run(t, gate.Run)

@@ -146,9 +146,8 @@ const (
 	// leaveTimeout is how long a stopping edge waits for the cloud to receive its last messages.
 	leaveTimeout = 3 * time.Second
 	// A replica that is about to stop continues for leaveFirst, while load balancers and edges move to
-	// the other replicas: kube-proxy on a busy machine may need more than three seconds. If edges need
-	// longer, since their balancer still leads them to this replica, it waits for them until leaveLast. Both
-	// are part of the grace period.
+	// the other replicas. If edges need longer, since their balancer still leads them to this replica,
+	// it waits for them until leaveLast. Both are part of the grace period.
 	leaveFirst = 5 * time.Second
 	leaveLast  = 12 * time.Second
 	// Overlap is how long an edge keeps its session with a replica that is about to stop, once

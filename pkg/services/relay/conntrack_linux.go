@@ -85,7 +85,7 @@ type flow struct {
 	leads    netip.AddrPort // where answers come from
 }
 
-// flowOf reads an entry of conntrack. What the entry lacks is zero.
+// flowOf reads an entry of conntrack. Fields that the entry lacks stay zero.
 func flowOf(entry []byte) (f flow) {
 	const header = 4 // struct nfgenmsg of linux/netfilter/nfnetlink.h
 	if len(entry) < header {

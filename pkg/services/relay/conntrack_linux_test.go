@@ -131,7 +131,7 @@ func TestRelayedFlowsOfKilledProcess(t *testing.T) {
 	}
 }
 
-// The kernel returns only the entries that may be outdated, by an address, a port or a protocol.
+// The kernel filters the entries by address, port and protocol, and returns only those that may be outdated.
 func TestConntrackEntries(t *testing.T) {
 	if !testkit.InOwnNetwork(t) {
 		return

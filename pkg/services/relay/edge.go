@@ -92,8 +92,8 @@ func (e *Edge) serve(ctx context.Context, req tunnel.Request) (net.Conn, error) 
 }
 
 // waitForOwn reports whether the endpoint at is on this node. It waits up to stateTime for a state in which the
-// endpoint is. The time counts from when the state of the file is loaded: after tunnel restart, the old process has the
-// file for a moment.
+// endpoint is. The time counts from when the file was read: after tunnel restart, the new process can read it only when
+// the old process has closed it.
 func (r *Relay) waitForOwn(ctx context.Context, at address) bool {
 	last, counts := time.Now().Add(loadTime), false
 	late := time.After(loadTime)

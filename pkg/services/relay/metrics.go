@@ -128,6 +128,6 @@ func (r *Relay) staleSecondsLocked() float64 {
 	case r.since.IsZero():
 		return -1
 	}
-	// Never 0, which means current: the clock may stand before the time of the state.
+	// 0 would mean that the state is current. If the clock is behind the time of the state, the difference is negative.
 	return max(1, time.Since(r.since).Seconds())
 }

@@ -960,7 +960,8 @@ func TestFirstRulesKnowTheRoutes(t *testing.T) {
 	testkit.Eventually(t, "the rules are written", func() bool { return programs() > 0 })
 }
 
-// After tunnel restart, the old process has the file for a moment. Meanwhile an open waits for the state.
+// After tunnel restart, the new process can read its file only when the old process has closed it. Until then, an open
+// waits.
 func TestEdgeWaitsForItsFile(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r, _ := newTestRelay(t, new(fake), newCloud())
