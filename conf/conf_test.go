@@ -400,8 +400,8 @@ func TestSuperEdge(t *testing.T) {
 		"edge-v0.9.toml": {
 			`4: mode.edge.stream.client.cert: missing: ` +
 				`write the CA that signed the cloud's certificate, such as cert = "ca.crt"`,
-			"9: mode.edge.http_proxy: there is no such proxy here, and an edge dials nothing through the cloud: " +
-				"remove it",
+			"9: mode.edge.http_proxy: an edge has no HTTP proxy here: remove it; " +
+				"pods reach Services of other nodes by [mode.edge.services]",
 		},
 	} {
 		t.Run(file, func(t *testing.T) {

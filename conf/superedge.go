@@ -27,7 +27,7 @@ func superEdgeRules() map[string]rule {
 		egressTLS = `SuperEdge's egress port is a line of grpc here: write grpc = ["tls://0.0.0.0:PORT"]`
 		connect   = "there is no such proxy here: remove it; " +
 			"[mode.cloud.egress] httpconnect is what speaks HTTP CONNECT"
-		noProxy = "there is no such proxy here, and an edge dials nothing through the cloud: remove it"
+		noProxy = "an edge has no HTTP proxy here: remove it; pods reach Services of other nodes by [mode.edge.services]"
 	)
 	// A key that has another name here is renamed. Any other key is refused if callers would miss something
 	// without it. Otherwise the key is ignored.
