@@ -15,7 +15,7 @@ import (
 const (
 	// ttl is how long a client may cache an address, in seconds. The loss of a node is noticed
 	// within 15 s, and caches must have forgotten its address 15 s later. A replica that stops
-	// serves for 3 s after its names lead to other replicas.
+	// serves for 5 s after its names lead to other replicas.
 	ttl = 2
 	// negativeTTL is how long a client may cache that a name or a record does not exist, in
 	// seconds (RFC 2308 section 5). It is short, so that a client that queries a node just before
