@@ -61,7 +61,7 @@ func TestStopLetsWhatItRelaysEnd(t *testing.T) {
 	r.front = r.peers
 	r.eventually("edge1 is known", func() bool { return r.peers.Holds("edge1") })
 	c, far := r.pair("edge1")
-	r.leave() // the module with nothing to wait for is the first to end
+	r.meeting.Stop() // the module with nothing to wait for is the first to end
 	r.running.Cancel()
 	select {
 	case <-r.running.Done():

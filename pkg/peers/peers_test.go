@@ -218,7 +218,7 @@ func TestPeerLost(t *testing.T) {
 	r := all[1]
 	r.eventually("edge1 is known", func() bool { return r.peers.Holds("edge1") })
 	e.Stop()
-	all[0].leave() // what a replica does that ends
+	all[0].meeting.Stop() // what a replica does that ends
 	r.eventually("the replica is lost", func() bool { return len(r.peers.sessions()) == 0 })
 	r.front = r.peers
 	if _, err := r.dial("edge1", "10.0.0.1:22"); tunnel.CodeOf(err) != tunnel.NoSuchNode {
@@ -370,39 +370,33 @@ func joinAs(t *testing.T, a *replicaRig, id string, conf *tls.Config) error {
 	return err
 }
 
-// A replica that stops lets relayed conns end.
+// A replica that stops serves the other replicas' callers until its nodes have moved, and lets relayed conns end.
 func TestRelayDrains(t *testing.T) {
 	all := newFleet(t, 2)
 	r := all[0]
 	r.front = all[1].peers
 	r.join("edge1", direct)
-	c, far := r.pair("edge1")
-	left := make(chan struct{})
-	go func() {
-		defer close(left)
-		all[0].leave()
-	}()
-	// It says so when its nodes have had the grace period to move.
-	within(t, 2*patience, "the holder says that it leaves", func() bool {
-		_, err := r.dial("edge1", "127.0.0.1:1")
-		return tunnel.CodeOf(err) == tunnel.Draining
-	})
+	before, farBefore := r.pair("edge1")
+	r.meeting.Cancel()
+	after, farAfter := r.pair("edge1")
+	for c, far := range map[net.Conn]*net.TCPConn{before: farBefore, after: farAfter} {
+		if _, err := io.WriteString(c, "late"); err != nil {
+			t.Fatal(err)
+		}
+		c.Close()
+		if got := testkit.ReadAll(t, far); string(got) != "late" {
+			t.Errorf("got %q", got)
+		}
+		far.Close()
+	}
 	select {
-	case <-left:
-		t.Fatal("it has left with a conn open")
+	case <-r.meeting.Done():
+		t.Fatal("it has ended, and its node has not moved")
 	default:
 	}
-	if _, err := io.WriteString(c, "late"); err != nil {
-		t.Fatal(err)
-	}
-	c.Close()
-	if got := testkit.ReadAll(t, far); string(got) != "late" {
-		t.Errorf("got %q", got)
-	}
-	far.Close()
 	select {
-	case <-left:
-	case <-time.After(patience):
+	case <-r.meeting.Done():
+	case <-time.After(2 * patience):
 		t.Error("it does not leave")
 	}
 }
@@ -420,7 +414,7 @@ func (all fleet) balanced() func(ctx context.Context, network, addr string) (net
 func (a *replicaRig) stopOne() {
 	a.server.Leave(context.Background())
 	a.running.Cancel()
-	a.leave()
+	a.meeting.Stop()
 }
 
 // A replica that stops loses nothing: its edge is with another one before it ends, and a

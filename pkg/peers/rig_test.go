@@ -42,7 +42,7 @@ type replicaRig struct {
 	log      *slog.Logger
 	tls      atomic.Pointer[tls.Config] // by which it knows the others
 	running  *testkit.Running           // the server
-	leave    func()                     // ends its Peers
+	meeting  *testkit.Running           // its Peers
 	front    *Peers                     // by which conns are dialled; nil: directly
 }
 
@@ -167,7 +167,7 @@ func (a *replicaRig) up() {
 }
 
 // meet runs the Peers of the replica until the test ends.
-func (a *replicaRig) meet() { a.leave = testkit.Run(a.t, a.peers.Run).Stop }
+func (a *replicaRig) meet() { a.meeting = testkit.Run(a.t, a.peers.Run) }
 
 // eventually is testkit.Eventually for the rig's test.
 func (a *replicaRig) eventually(what string, ok func() bool) {

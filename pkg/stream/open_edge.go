@@ -177,7 +177,7 @@ func (s *edgeSession) serveBy(
 	if len(m.Topic) > maxTopic {
 		return errTopic
 	}
-	ctx, cancel := context.WithCancel(context.Background())
+	ctx, cancel := context.WithCancel(s.owner.as.splices())
 	refusal := register(m.Topic, &serving{cancel})
 	if refusal == nil && s.cancelledEarly(m.Topic) {
 		cancel()

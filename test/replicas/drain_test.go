@@ -205,13 +205,9 @@ func (f *fleet) exits(r *rig.Replica) time.Duration {
 func TestIdleConnsLetAReplicaStop(t *testing.T) {
 	beside(t)
 	f := newFleet(t, size{replicas: local(2), edges: 1})
-	stops := f.Replicas[f.ports[0].holder()]
+	holder := f.ports[0].holder()
+	stops, stays := f.Replicas[holder], f.Replicas[1-holder]
 	node := f.nodes[0]
-	plain, err := net.Dial("tcp", stops.Door(door(node, "echo")))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer plain.Close()
 	passed, err := tls.Dial("tcp", stops.HTTPSDoor(), &tls.Config{
 		MinVersion: tls.VersionTLS13, RootCAs: f.pool(), ServerName: node,
 	})
@@ -219,11 +215,18 @@ func TestIdleConnsLetAReplicaStop(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer passed.Close()
-	if _, err := io.WriteString(plain, "x"); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := io.ReadFull(plain, make([]byte, 1)); err != nil {
-		t.Fatal(err)
+	for _, r := range []*rig.Replica{stops, stays} { // by the second one, the conn is relayed
+		c, err := net.Dial("tcp", r.Door(door(node, "echo")))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		if _, err := io.WriteString(c, "x"); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := io.ReadFull(c, make([]byte, 1)); err != nil {
+			t.Fatal(err)
+		}
 	}
 	f.terminate(stops)
 	if took := f.exits(stops); took >= tunnel.GracePeriod-time.Second {
