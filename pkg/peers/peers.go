@@ -38,6 +38,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"syscall"
 	"time"
 
 	"github.com/google/uuid"
@@ -54,6 +55,9 @@ const (
 	// readyAnyway is how long a starting replica waits until the other replicas have told which
 	// nodes they hold. A replica that hangs must not keep this one from serving.
 	readyAnyway = 15 * time.Second
+	// refusesAnyway is how long a starting replica waits for an address that refuses connections. A replica that is
+	// about to stop refuses them, and still joins this replica when it next looks up the others.
+	refusesAnyway = lookupInterval + 2*time.Second
 	// forgetReplica is how long the nodes of a lost replica are remembered. In that time the
 	// replica may come back, or its nodes may connect to other replicas.
 	forgetReplica = 15 * time.Second
@@ -351,7 +355,9 @@ func (p *Peers) missingLocked() error {
 		return errors.New("the other replicas have not been looked up yet")
 	}
 	for _, address := range slices.Sorted(maps.Keys(p.links)) {
-		if err := p.links[address].Ready(); errors.Is(err, stream.ErrNotYet) {
+		err := p.links[address].Ready()
+		if errors.Is(err, stream.ErrNotYet) ||
+			errors.Is(err, syscall.ECONNREFUSED) && time.Since(p.began) < refusesAnyway && !p.hasToldLocked(address) {
 			return err
 		}
 	}
@@ -361,6 +367,23 @@ func (p *Peers) missingLocked() error {
 		}
 	}
 	return nil
+}
+
+// hasToldLocked reports whether a replica has joined here from the host of an address, and has told which nodes it
+// holds. The caller holds mu.
+func (p *Peers) hasToldLocked(address string) bool {
+	for _, r := range p.replicas {
+		if r.link != nil && r.nodes != nil && hostOf(r.link.Remote) == hostOf(address) {
+			return true
+		}
+	}
+	return false
+}
+
+// hostOf returns the host of host:port.
+func hostOf(address string) string {
+	host, _, _ := net.SplitHostPort(address) //nolint:errcheck // an address without a port is no other's
+	return host
 }
 
 // Status says how many other replicas there are.

@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strings"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
@@ -561,5 +562,32 @@ func TestStartedReplicaKnowsTheNodes(t *testing.T) {
 	within(t, 5*time.Second, "the second is ready", func() bool { return second.peers.Ready() == nil })
 	if !second.peers.Holds("edge1") {
 		t.Error("ready without knowing what the first one holds")
+	}
+}
+
+// A replica that is about to stop takes no new replica, but joins it. Until then only that replica knows its nodes, so a
+// replica that starts waits for it.
+func TestStartedReplicaWaitsForOneThatStops(t *testing.T) {
+	p := newPlaces(t, 2)
+	stops := p.newReplica(t, 0, p.names[1:])
+	stops.join("edge1", direct)
+	const refuses = "127.0.0.1:9000" // the host is that of all replicas here
+	starts := p.newReplica(t, 1, []string{refuses})
+	p.leads(p.names[1], starts.port)
+	starts.meet()
+	starts.eventually("the address has refused", func() bool {
+		starts.peers.mu.Lock()
+		defer starts.peers.mu.Unlock()
+		link := starts.peers.links[refuses]
+		return link != nil && errors.Is(link.Ready(), syscall.ECONNREFUSED)
+	})
+	early := func() bool { return time.Since(starts.peers.began) < refusesAnyway }
+	if starts.peers.Ready() == nil && early() {
+		t.Error("it is ready before it knows any node")
+	}
+	stops.meet()
+	starts.eventually("it is ready", func() bool { return starts.peers.Ready() == nil })
+	if !starts.peers.Holds("edge1") && early() {
+		t.Error("it is ready without the node of the replica that stops")
 	}
 }
