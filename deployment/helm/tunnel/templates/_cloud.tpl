@@ -80,6 +80,7 @@ spec:
     readinessProbe:
       httpGet: {path: /readyz, port: health}
       periodSeconds: 2
+      timeoutSeconds: 5
     resources: {{- toYaml $cloud.resources | nindent 6 }}
     securityContext:
       {{- include "tunnel.restricted" . | nindent 6 }}
