@@ -23,6 +23,8 @@ type Sockets struct {
 	serving chan struct{} // closed by Serve; nothing is sent
 	left    chan struct{} // closed by Leave; nothing is sent
 
+	accepted [allUsers]atomic.Int64 // see Accepted
+
 	mu        sync.Mutex // guards the following
 	inherited []Copy     // sockets of the other process that no module of this process has opened yet
 	listeners map[*shared]struct{}
@@ -291,6 +293,14 @@ func (s *Sockets) Left() <-chan struct{} {
 	return s.left
 }
 
+// Accepted returns how many connections of users this process has accepted so far.
+func (s *Sockets) Accepted(users Users) int64 {
+	if s == nil {
+		return 0
+	}
+	return s.accepted[users].Load()
+}
+
 // shared is a listener that another process can take over.
 type shared struct {
 	net.Listener
@@ -323,6 +333,9 @@ func (l *shared) Accept() (net.Conn, error) {
 		}
 		if tcp, ok := c.(*net.TCPConn); ok && err == nil && l.inherited && l.keepAlive.Enable {
 			tcp.SetKeepAliveConfig(l.keepAlive) //nolint:errcheck // it fails only if the caller has gone
+		}
+		if err == nil {
+			l.sockets.accepted[l.users].Add(1)
 		}
 		return c, err
 	}

@@ -20,6 +20,7 @@ import (
 	"tunnel.example/tunnel/internal/testkit"
 	"tunnel.example/tunnel/internal/testkit/testca"
 	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/listen"
 	pb "tunnel.example/tunnel/pkg/stream/tunnelv1"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
@@ -345,6 +346,49 @@ func TestLeaveTwice(t *testing.T) {
 			t.Errorf("a later stop has a grace period of %s, want %s", got, patience)
 		}
 	})
+}
+
+// A replica that stops goes on for as long as a balancer leads callers to it, but not for ever.
+func TestLeaveWaitsForCallers(t *testing.T) {
+	for last, want := range map[time.Duration]time.Duration{ // when the last caller comes, and when Leave returns
+		-time.Second:    leaveFirst,
+		time.Second:     leaveFirst,
+		4 * time.Second: leaveFirst + leaveQuiet,
+		time.Hour:       leaveLast,
+	} {
+		bubble(t, func(t *testing.T) {
+			sockets, callers := listen.NewSockets(), newMemNet()
+			r := newRigOn(t, newMemNet(), func(c *ServerConfig) {
+				c.Replicas, c.Sockets = leavingOthers{&others{id: uuid.NewString()}, func() {}}, sockets
+			})
+			ln, err := sockets.Open(listen.Callers, listen.Name{}, func() (net.Listener, error) { return callers.listen("", "") })
+			if err != nil {
+				t.Fatal(err)
+			}
+			var both sync.WaitGroup
+			both.Go(func() {
+				for c, err := ln.Accept(); err == nil; c, err = ln.Accept() {
+					c.Close()
+				}
+			})
+			start := time.Now()
+			ctx, cancel := context.WithCancel(t.Context())
+			both.Go(func() {
+				for ; time.Since(start) <= last && ctx.Err() == nil; time.Sleep(time.Second) {
+					if c, err := callers.dial(ctx, "", ""); err == nil {
+						c.Close()
+					}
+				}
+			})
+			r.server.Leave(t.Context())
+			if took := time.Since(start); took != want {
+				t.Errorf("with callers for %s, Leave has returned after %s, want %s", last, took, want)
+			}
+			cancel()
+			ln.Close()
+			both.Wait()
+		})
+	}
 }
 
 // A client that waits to find one more replica does not go on waiting when it has lost

@@ -347,9 +347,9 @@ func (s *Server) requestsCertificates() bool { return s.cfg.Certificates || s.cf
 
 // Leave prepares a stop while other replicas continue. Call Leave before the stop. A second call waits for the first
 // call. From then on no edge may join this replica. Leave asks connected edges to open a session with another replica.
-// The DNS names of nodes then lead to other replicas. Leave returns when every edge has such a session, but not before
-// leaveFirst and not after leaveLast. Within leaveFirst, load balancers and clients of DNS see the change. Front doors
-// should serve until Leave returns. If no other replica has joined this one, Leave does nothing. A replica that is also
+// The DNS names of nodes then lead to other replicas. Leave returns when every edge has such a session and no caller
+// has come for leaveQuiet, but not before leaveFirst and not after leaveLast. By then, load balancers and clients of DNS
+// have seen the change. Front doors should serve until Leave returns. If no other replica has joined this one, Leave does nothing. A replica that is also
 // about to stop counts as joined: while both wait, a replica that starts may take their edges.
 func (s *Server) Leave(ctx context.Context) {
 	if (s.cfg.Replicas == nil || len(s.cfg.Replicas.Joined()) == 0) && !tunnel.IsClosed(s.leaving) {
@@ -369,14 +369,30 @@ func (s *Server) Leave(ctx context.Context) {
 	for _, cs := range s.allLive() {
 		cs.role.leave(cs)
 	}
-	select {
-	case <-time.After(leaveFirst):
-	case <-ctx.Done():
-	}
-	ctx, cancel := context.WithTimeout(ctx, leaveLast-leaveFirst)
+	ctx, cancel := context.WithTimeout(ctx, leaveLast)
 	defer cancel()
+	s.waitForCallers(ctx)
 	if left := s.cfg.Replicas.NodesMoved(ctx); left > 0 {
 		s.log.Warn("nodes have no session with another replica yet", "nodes", left)
+	}
+}
+
+// waitForCallers waits until leaveFirst is over and no caller has come for leaveQuiet, or ctx is done.
+func (s *Server) waitForCallers(ctx context.Context) {
+	wait := time.NewTimer(leaveFirst - leaveQuiet)
+	defer wait.Stop()
+	for before := int64(-1); ; {
+		select {
+		case <-wait.C:
+		case <-ctx.Done():
+			return
+		}
+		now := s.cfg.Sockets.Accepted(listen.Callers)
+		if now == before {
+			return
+		}
+		before = now
+		wait.Reset(leaveQuiet)
 	}
 }
 

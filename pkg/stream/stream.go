@@ -146,9 +146,10 @@ const (
 	// leaveTimeout is how long a stopping edge waits for the cloud to receive its last messages.
 	leaveTimeout = 3 * time.Second
 	// A replica that is about to stop continues for leaveFirst, while load balancers and edges move to
-	// the other replicas. If edges need longer, since their balancer still leads them to this replica,
-	// it waits for them until leaveLast. Both are part of the grace period.
+	// the other replicas. It continues until leaveLast at most, while its balancer still leads edges to it, or while a
+	// caller has come within leaveQuiet. All are part of the grace period.
 	leaveFirst = 5 * time.Second
+	leaveQuiet = 3 * time.Second
 	leaveLast  = 12 * time.Second
 	// Overlap is how long an edge keeps its session with a replica that is about to stop, once
 	// another replica has taken over. The other replicas must first hear of the new session. A replica that
