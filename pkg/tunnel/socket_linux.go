@@ -30,6 +30,13 @@ func unacked(fd uintptr) int {
 	return n
 }
 
+// inFlight reports whether bytes of a socket are on their way: the peer has not acknowledged them, or nobody has read
+// them here.
+func inFlight(fd uintptr) bool {
+	unread, err := unix.IoctlGetInt(int(fd), unix.SIOCINQ)
+	return err == nil && unread > 0 || unacked(fd) > 0
+}
+
 // hungUp reports whether both directions of a socket have ended, for any reason (POLLHUP and
 // POLLERR in poll(2)). It does not consume the socket's error, which the kernel reports only once.
 func hungUp(fd uintptr) bool { return polled(fd) != 0 }

@@ -14,6 +14,8 @@ func rawConn(net.Conn) syscall.RawConn { return nil }
 
 func unacked(uintptr) int { return -1 }
 
+func inFlight(uintptr) bool { return false }
+
 func hungUp(uintptr) bool { return false }
 
 func pollHangUp(syscall.RawConn) (over, failed bool) { return false, false }

@@ -383,7 +383,7 @@ func (w *watchdog) lookAgain() (quiet bool) {
 	if left, ends := w.end.left(now); ends && left <= quietTime && w.target != nil {
 		next = quietInterval
 		moved, answered := w.target.Answered()
-		if w.quietSince.IsZero() || moved != w.moved || !answered || w.unackedLocked() {
+		if w.quietSince.IsZero() || moved != w.moved || !answered || w.inFlightLocked() {
 			w.moved, w.quietSince = moved, now
 		}
 		quiet = now.Sub(w.quietSince) >= left/4
@@ -392,11 +392,12 @@ func (w *watchdog) lookAgain() (quiet bool) {
 	return quiet
 }
 
-// unackedLocked reports whether bytes are on their way to a socket's peer. The caller holds mu.
-func (w *watchdog) unackedLocked() (some bool) {
+// inFlightLocked reports whether bytes of either socket are on their way, such as a request for which this process has
+// not had the processor yet. The caller holds mu.
+func (w *watchdog) inFlightLocked() (some bool) {
 	for _, d := range w.both {
 		if d.src != nil {
-			_ = d.src.Control(func(fd uintptr) { some = some || unacked(fd) > 0 }) // a closed socket has no such bytes
+			_ = d.src.Control(func(fd uintptr) { some = some || inFlight(fd) }) // a closed socket has no such bytes
 		}
 	}
 	return some
