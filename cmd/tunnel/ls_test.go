@@ -31,6 +31,15 @@ type operated struct {
 }
 
 // newOperated starts a cloud, and an edge that has joined it as edge1. change, if not nil, edits the files of the cloud
+// patientCompletion has completions wait for longer: a busy machine may be slower than a person's patience.
+func patientCompletion(t *testing.T) {
+	t.Helper()
+	limited = func(ctx context.Context, _ time.Duration) (context.Context, context.CancelFunc) {
+		return context.WithTimeout(ctx, time.Minute)
+	}
+	t.Cleanup(func() { limited = context.WithTimeout })
+}
+
 // before it starts.
 func newOperated(t *testing.T, change func(o *operated, address string)) *operated {
 	t.Helper()
@@ -134,10 +143,7 @@ func TestOperated(t *testing.T) {
 	o.want(exitOK, "ls", "-c", o.cloud, "--missing")
 	o.want(exitAway, "ls", "-c", o.cloud, "edge2")
 	o.want(exitUsage, "ls", "-c", o.cloud, "-o", "xml")
-	limited = func(ctx context.Context, _ time.Duration) (context.Context, context.CancelFunc) {
-		return context.WithTimeout(ctx, time.Minute) // a busy machine may be slower than a person's patience
-	}
-	t.Cleanup(func() { limited = context.WithTimeout })
+	patientCompletion(t)
 	if _, out, _ := says(t, "__complete", "ping", "-c", o.cloud, "ed"); !strings.HasPrefix(out, "edge1\tconnected\n") {
 		t.Errorf("completion offers %q", out)
 	}

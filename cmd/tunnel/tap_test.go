@@ -115,6 +115,7 @@ func TestTapOfReplicas(t *testing.T) {
 		!strings.Contains(text, "5B") {
 		t.Errorf("the table is\n%s", text)
 	}
+	patientCompletion(t)
 	testTrace(o, other, target)
 	testTop(o, port)
 }

@@ -467,8 +467,8 @@ func TestFewAddressesLeaveRoom(t *testing.T) {
 				took = append(took, time.Since(begun))
 			}
 			slices.Sort(took)
-			if median := took[len(took)/2]; median > time.Second { // this machine may be busy for a second
-				t.Errorf("probes take %s; a kubelet waits for one second", median)
+			if median := took[len(took)/2]; median > patience/2 { // a kubelet waits for one second; this machine may be busy
+				t.Errorf("probes take %s", median)
 			}
 		})
 	}
@@ -493,8 +493,8 @@ func TestHugeHeaderIsRefused(t *testing.T) {
 	}()
 	b := make([]byte, 12)
 	// The reset that follows the response may overtake it.
-	if _, err := io.ReadFull(c, b); err == nil && string(b) != "HTTP/1.1 431" {
-		t.Errorf("answered %q", b)
+	if _, err := io.ReadFull(c, b); string(b) != "HTTP/1.1 431" && !errors.Is(err, syscall.ECONNRESET) {
+		t.Errorf("answered %q, %v", b, err)
 	}
 }
 

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/pkg/reload"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
@@ -348,6 +349,9 @@ func TestBadReloadKeepsTheLastGoodStateAndTriesAgain(t *testing.T) {
 	grantFor(t, gate, "edge2", "two")
 
 	writeFile(t, gate.cfg.Tokens.path, "edge1\n") // written again with the same fault: not logged again
+	testkit.Eventually(t, "the file is read again", func() bool {
+		return gate.cfg.Tokens.seen.Load().Equal(reload.Identify(gate.cfg.Tokens.path))
+	})
 	if err := os.Remove(gate.cfg.Tokens.path); err != nil {
 		t.Fatal(err)
 	}

@@ -40,6 +40,7 @@ type HostsFile struct {
 	names  Names // nil: every name may be published
 	log    *slog.Logger
 	notify func(dir string) (*fsnotify.Watcher, error) // watchDir, except in tests
+	poll   time.Duration                               // hostsPoll, except in tests
 
 	// Owned by Run.
 	digest     [sha256.Size]byte // of the text from which hosts was parsed
@@ -63,7 +64,7 @@ var _ tunnel.Module = (*HostsFile)(nil)
 // NewHostsFile returns a reader of the file at path. names may be nil. It reads nothing before
 // Run.
 func NewHostsFile(path string, truth Truth, names Names, log *slog.Logger) *HostsFile {
-	return &HostsFile{path: path, truth: truth, names: names, log: log, notify: watchDir}
+	return &HostsFile{path: path, truth: truth, names: names, log: log, notify: watchDir, poll: hostsPoll}
 }
 
 // Name implements tunnel.Module.
@@ -76,12 +77,12 @@ func (h *HostsFile) Run(ctx context.Context) error {
 	var errs <-chan error
 	w, err := h.notify(filepath.Dir(h.path))
 	if err != nil {
-		h.log.Info("no file notifications, polling the hosts file", "target", h.path, "err", err, "every", hostsPoll)
+		h.log.Info("no file notifications, polling the hosts file", "target", h.path, "err", err, "every", h.poll)
 	} else {
 		defer w.Close()
 		events, errs = w.Events, w.Errors
 	}
-	tick := time.NewTicker(hostsPoll)
+	tick := time.NewTicker(h.poll)
 	defer tick.Stop()
 
 	for mustRead, mustCompare := true, true; ; {

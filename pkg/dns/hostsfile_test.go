@@ -398,8 +398,7 @@ func TestComparesOnceASecond(t *testing.T) {
 	})
 }
 
-// HostsFile notices an update of the file as kubelet does it. Without notifications that would take
-// hostsPoll, and the test waits only half as long.
+// HostsFile notices an update of the file as kubelet does it, by notifications.
 func TestSymlinkSwap(t *testing.T) {
 	dir := t.TempDir()
 	mount := func(version, text string) {
@@ -423,6 +422,7 @@ func TestSymlinkSwap(t *testing.T) {
 	s := newFakeTruth(edge1)
 	log, j := testkit.NewLog()
 	h := NewHostsFile(path, s, nil, log)
+	h.poll = time.Hour
 	testkit.Run(t, h.Run)
 	testkit.Eventually(t, "the file is read", func() bool { return h.Status() == "lag 0s, 0 nodes differ" })
 	s.set(edge1, edge2)

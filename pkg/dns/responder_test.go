@@ -388,7 +388,7 @@ func TestTruncation(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		c.SetDeadline(time.Now().Add(5 * time.Second))
+		c.SetDeadline(time.Now().Add(time.Minute))
 		conn := dns.Conn{Conn: c, UDPSize: 65535}
 		if _, err = conn.Write(packet); err != nil {
 			t.Fatal(err)
@@ -462,8 +462,8 @@ func TestConnsPerSource(t *testing.T) {
 	testkit.Eventually(t, "the connections beyond the limit have been closed", func() bool {
 		return r.stats.overloaded.Load() == 200-(DefaultConns/8)
 	})
-	other := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.IPv4(127, 0, 0, 2)}, Timeout: 5 * time.Second}
-	c := dns.Client{Net: "tcp", Dialer: &other, Timeout: 5 * time.Second}
+	other := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.IPv4(127, 0, 0, 2)}, Timeout: time.Minute}
+	c := dns.Client{Net: "tcp", Dialer: &other, Timeout: time.Minute}
 	if m, _, err := c.Exchange(question("edge1.", dns.TypeA), r.Addr().String()); err != nil || len(m.Answer) != 1 {
 		t.Errorf("another source over TCP: %v, %v", m, err)
 	}
@@ -489,7 +489,7 @@ func TestQueriesPerConn(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer c.Close()
-	c.SetDeadline(time.Now().Add(5 * time.Second))
+	c.SetDeadline(time.Now().Add(time.Minute))
 	conn := dns.Conn{Conn: c}
 	q := question("edge1.", dns.TypeA)
 	for i := range maxConnQueries {

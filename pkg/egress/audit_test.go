@@ -52,6 +52,7 @@ func testAudit(t *testing.T, protocol string, request func(addr string) string) 
 		e.Door != protocol || e.Sent != 4 || e.Received != 4 || e.Seconds <= 0 {
 		t.Errorf("the event is %+v", e)
 	}
+	testkit.Eventually(t, "a span", func() bool { return len(spans.All()) == 1 }) // it is recorded behind the event
 	call("127.0.0.1:1")
 	testkit.Eventually(t, "a second event", func() bool { return len(seen.All()) == 2 })
 	if e = seen.All()[1]; e.Result != "refused" || e.Target != "127.0.0.1:1" || e.Err == "" {

@@ -194,7 +194,11 @@ func TestProxyCancelsDials(t *testing.T) {
 			r.nodes.hang = cancelled
 			c := r.client(t)
 			c.send(konnectivity.Packet{Type: konnectivity.PacketDialReq, Protocol: "tcp", Address: "10.0.0.1:1", Random: 3})
-			time.Sleep(10 * time.Millisecond) // so that the dial waits; the test also holds without
+			testkit.Eventually(t, "the dial waits", func() bool {
+				r.nodes.mu.Lock()
+				defer r.nodes.mu.Unlock()
+				return len(r.nodes.dialled) == 1
+			})
 			leave(c)
 			<-cancelled
 		})

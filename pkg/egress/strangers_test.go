@@ -242,7 +242,7 @@ func TestStrangersFromFewAddresses(t *testing.T) {
 	}
 }
 
-// A stranger that sends nothing is disconnected after two seconds.
+// A stranger that sends nothing is disconnected.
 func TestSilentStranger(t *testing.T) {
 	o := newOverTLS(t)
 	for _, door := range []string{o.grpc, o.connect} {
@@ -256,7 +256,7 @@ func TestSilentStranger(t *testing.T) {
 		if _, err = c.Read(make([]byte, 1)); errors.Is(err, os.ErrDeadlineExceeded) {
 			t.Errorf("%s: nobody hangs up", door)
 		}
-		if d := time.Since(begun); d < ports.FirstByte || d > ports.FirstByte+5*time.Second {
+		if d := time.Since(begun); d < ports.FirstByte || d > ports.FirstByte+15*time.Second {
 			t.Errorf("%s: hung up on after %s, want %s", door, d, ports.FirstByte)
 		}
 		if n := o.counters.LimitedBy(tunnel.LimitHandshakeTimeout); n != before+1 {

@@ -119,6 +119,6 @@ func TestOnePort(t *testing.T) {
 	defer there.Close()
 	defer here.Close()
 	testkit.Eventually(t, "the door takes no connections after its stop", func() bool {
-		return !onePort.Give(here, time.Millisecond)
+		return !onePort.Give(here, time.Second)
 	})
 }

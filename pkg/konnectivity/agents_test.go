@@ -1007,6 +1007,9 @@ func TestAgentDrainAnswers(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			r := newAgentsRig(t, nil)
 			r.agentGrace = 5 * time.Second // in which a busy machine starts all dials
+			if !hold {
+				r.agentGrace = time.Minute
+			}
 			addr := testkit.Serve(t, testkit.Echo)
 			a, stop := r.agent(t, "n1", func(ctx context.Context, q tunnel.Request) (net.Conn, error) {
 				if q.Addr == "hangs:1" {
@@ -1019,7 +1022,7 @@ func TestAgentDrainAnswers(t *testing.T) {
 			if hold {
 				r.dial(t, "n1", addr)
 			}
-			a.quiet = 2 * time.Second // this machine may be busy for a while between two dials
+			a.quiet = 5 * time.Second // this machine may be busy for a while between two dials
 			stopped := make(chan struct{})
 			go func() {
 				defer close(stopped)

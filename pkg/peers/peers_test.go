@@ -558,8 +558,7 @@ func TestStartedReplicaKnowsTheNodes(t *testing.T) {
 	if second.peers.Ready() == nil && !second.peers.Holds("edge1") {
 		t.Error("ready before it knows anything")
 	}
-	// Its own pause would be up to ten seconds.
-	within(t, 5*time.Second, "the second is ready", func() bool { return second.peers.Ready() == nil })
+	second.eventually("the second is ready", func() bool { return second.peers.Ready() == nil })
 	if !second.peers.Holds("edge1") {
 		t.Error("ready without knowing what the first one holds")
 	}

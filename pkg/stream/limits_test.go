@@ -385,7 +385,14 @@ func TestEdgeLimits(t *testing.T) {
 			t.Errorf("an open that waits at the edge for longer than its caller does: %v", err)
 		}
 		var late sync.WaitGroup
-		late.Go(func() { conns.Store(r.mustDial("edge1", "target:1"), true) })
+		late.Go(func() {
+			c, err := r.dial("edge1", "target:1")
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			conns.Store(c, true)
+		})
 		time.Sleep(time.Second)
 		conns.Range(func(c, _ any) bool { conns.Delete(c); tunnel.Reset(c.(net.Conn)); return false })
 		late.Wait()
@@ -868,7 +875,6 @@ func TestFramesLimit(t *testing.T) {
 		"unknown frames": func(f *http2.Framer) error { return f.WriteRawFrame(0x77, 0, 0, []byte("x")) },
 	} {
 		t.Run(name, func(t *testing.T) {
-			t.Parallel()
 			r := newRig(t, func(c *ServerConfig) { c.Limits.Opens = 1 })
 			f, c := r.joinedFramer()
 			if name == "resets" { // of a stream that was there

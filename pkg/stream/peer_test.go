@@ -510,7 +510,7 @@ func TestPanicInAConn(t *testing.T) {
 
 // A cloud that is told to stop lets conns finish too, and lets nobody join.
 func TestCloudDrains(t *testing.T) {
-	r := newRig(t)
+	r := newRig(t, func(c *ServerConfig) { c.Grace = time.Minute }) // in which a busy machine sends the newcomer away
 	e := r.join("edge1", direct)
 	c, far := r.pair("edge1")
 	r.running.Cancel()

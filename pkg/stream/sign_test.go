@@ -19,6 +19,7 @@ import (
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 
+	"tunnel.example/tunnel/internal/testkit"
 	"tunnel.example/tunnel/pkg/auth"
 	"tunnel.example/tunnel/pkg/conn"
 	pb "tunnel.example/tunnel/pkg/stream/tunnelv1"
@@ -486,6 +487,7 @@ func TestAskToRenew(t *testing.T) {
 	if a, b := <-asked, <-asked; a != time.Minute || b != maxRenewWithin {
 		t.Errorf("asked within %s and %s", a, b)
 	}
+	r.mustDial("old", testkit.Serve(t, testkit.Echo)) // its open is behind the message
 	if err := old.client.Ready(); err != nil {
 		t.Errorf("the message has ended the session of an edge that renews nothing: %v", err)
 	}

@@ -216,7 +216,6 @@ func TestEndedByLossWaitsOnce(t *testing.T) {
 	own, back := newDirection(src, dog), newDirection(src, dog)
 	ended := make(chan bool, 1)
 	go func() { ended <- endedByLoss(src, own, back) }()
-	time.AfterFunc(resetTime+resetTime/2, func() { back.end(nil, syscall.ECONNRESET) })
 	select {
 	case lost := <-ended:
 		if lost {
@@ -225,4 +224,5 @@ func TestEndedByLossWaitsOnce(t *testing.T) {
 	case <-time.After(testTimeout):
 		t.Error("the half waits for ever")
 	}
+	back.end(nil, syscall.ECONNRESET)
 }

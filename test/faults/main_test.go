@@ -227,12 +227,15 @@ func (p *pair) baseline() (b baseline) {
 	p.startTraffic().stop()
 	time.Sleep(settle)
 	for until := time.Now().Add(sample); time.Now().Before(until); time.Sleep(poll) {
-		cloud, err1 := weigh(p.cloud, p.CloudHealth(), 0)
-		edge, err2 := weigh(p.edge, p.EdgeHealth(), 1)
-		if err := errors.Join(err1, err2); err != nil {
-			p.t.Fatal(err)
-		}
-		b.cloud, b.edge = b.cloud.most(cloud), b.edge.most(edge)
+		testkit.Within(p.t, patience, "cloud and edge say what they hold", func() error {
+			cloud, err1 := weigh(p.cloud, p.CloudHealth(), 0)
+			edge, err2 := weigh(p.edge, p.EdgeHealth(), 1)
+			if err := errors.Join(err1, err2); err != nil {
+				return err
+			}
+			b.cloud, b.edge = b.cloud.most(cloud), b.edge.most(edge)
+			return nil
+		})
 	}
 	return b
 }

@@ -71,7 +71,7 @@ func (p *pair) startTraffic() *traffic {
 		tr.wg.Go(func() { k.run(ctx) })
 	}
 	p.t.Cleanup(tr.stop)
-	tr.wait(time.Now().Add(-time.Second), backWithin)
+	tr.wait(time.Now().Add(-time.Second), patience)
 	return tr
 }
 

@@ -237,7 +237,7 @@ func TestHostileReviews(t *testing.T) {
 	if n := k.reviews.Load(); n == 0 {
 		t.Error("no token has come to Kubernetes")
 	}
-	wantServed(t, patient(soon), join)
+	wantServed(t, soon, join)
 	now, err := cloud.Memory()
 	if err != nil {
 		t.Fatal(err)

@@ -135,6 +135,7 @@ func makeNearSite(t *testing.T) *nearSite {
 	})
 	s.one.networks = func() []netip.Prefix { return []netip.Prefix{netip.MustParsePrefix("192.168.77.0/24")} }
 	s.one.timeout = time.Minute // this machine may be busy
+	s.one.denied.keep = time.Hour
 	dial := s.one.dial
 	s.one.dial = func(ctx context.Context, network, addr string) (net.Conn, error) {
 		s.mu.Lock()
@@ -433,9 +434,7 @@ func (s *nearSite) connect(cert *tls.Certificate, text string) *tls.Conn {
 	}
 	s.t.Cleanup(func() { c.Close() })
 	c.SetDeadline(time.Now().Add(30 * time.Second))
-	if _, err := io.WriteString(c, text); err != nil {
-		s.t.Fatal(err)
-	}
+	io.WriteString(c, text) //nolint:errcheck // edge2 may have closed the connection: the test reads that
 	return c
 }
 

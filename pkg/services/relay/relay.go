@@ -106,6 +106,7 @@ type Relay struct {
 	dnsKernel  kernel // nil: the edge leaves DNS to others
 	log        *slog.Logger
 	grace      time.Duration // how long conns may go on after Run's ctx is done
+	successor  time.Duration // successorTime, except in tests
 	every      time.Duration // how often Run checks the rules in the kernel
 	dial       func(ctx context.Context, network, addr string) (net.Conn, error)
 	handedOver chan struct{} // closed when Run no longer serves new callers; nothing is sent
@@ -179,7 +180,8 @@ func newRelay(cfg Config, k kernel) *Relay {
 		refusals: refusals{keep: refusalTime, max: maxRefusals}, failures: refusals{keep: avoidTime, max: maxFailures},
 		planner: planner{string(cfg.Node), cfg.Direct, cfg.Full, cfg.Spread},
 		cfg:     cfg, kernel: k, log: cfg.Log.With("module", name), grace: tunnel.GracePeriod, every: interval,
-		dial: (&net.Dialer{Control: directControl}).DialContext, wake: make(chan struct{}, 1),
+		successor: successorTime,
+		dial:      (&net.Dialer{Control: directControl}).DialContext, wake: make(chan struct{}, 1),
 		handedOver: make(chan struct{}), routed: make(chan struct{}), patience: routedTime,
 		release:  release,
 		affinity: newAffinity(maxAffinity), callers: callers{max: maxPerCaller}, zone: newZone(cfg),
@@ -295,12 +297,12 @@ func (r *Relay) serve(ctx context.Context, d *door) {
 }
 
 // awaitSuccessor waits until stands returns false: the rules of the next process are in the kernel in place of those of
-// this process. It waits for successorTime at most, and not at all if no process takes over.
+// this process. It waits for r.successor at most, and not at all if no process takes over.
 func (r *Relay) awaitSuccessor(stands func() bool) {
 	if !tunnel.IsClosed(r.cfg.Left) {
 		return
 	}
-	for end := time.Now().Add(successorTime); stands() && time.Now().Before(end); {
+	for end := time.Now().Add(r.successor); stands() && time.Now().Before(end); {
 		time.Sleep(successorPause)
 	}
 }

@@ -14,6 +14,7 @@ import (
 	"slices"
 	"sync"
 	"testing"
+	"time"
 
 	"google.golang.org/protobuf/proto"
 
@@ -265,10 +266,12 @@ func shop(t testing.TB) *pb.Changes {
 func newTestRelay(t testing.TB, k kernel, c *cloud) (*Relay, *testkit.Log) {
 	t.Helper()
 	log, lines := testkit.NewLog()
-	return newRelay(Config{
+	r := newRelay(Config{
 		Node: "edge1", File: filepath.Join(t.TempDir(), "lib", "services.db"), Watch: c.watch, Reach: c.Reach,
 		Counters: new(tunnel.Counters), Log: log,
-	}, k), lines
+	}, k)
+	r.successor = time.Minute // this machine may be busy
+	return r, lines
 }
 
 // failing returns the function that a door calls when its listener breaks. The function makes the test fail.
@@ -280,7 +283,9 @@ func failing(t *testing.T) context.CancelCauseFunc {
 func again(r *Relay, k kernel, c *cloud) *Relay {
 	cfg := r.cfg
 	cfg.Watch, cfg.Reach = c.watch, c.Reach
-	return newRelay(cfg, k)
+	next := newRelay(cfg, k)
+	next.successor = r.successor
+	return next
 }
 
 // wantRedirected waits until the kernel redirects these addresses.

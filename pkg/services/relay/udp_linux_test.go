@@ -146,7 +146,16 @@ func (p *pod) socketIn(to netip.AddrPort) *net.UDPConn {
 // answered sends a datagram until there is an answer, and returns it.
 func answered(t *testing.T, c *net.UDPConn, question string) (got string) {
 	t.Helper()
-	testkit.Within(t, 30*time.Second, "an answer", func() error {
+	got, err := tryAnswered(c, question)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return got
+}
+
+// tryAnswered sends a question until an answer to it comes.
+func tryAnswered(c *net.UDPConn, question string) (got string, err error) {
+	err = testkit.Poll(30*time.Second, func() error {
 		if _, err := c.Write([]byte(question)); err != nil {
 			return err
 		}
@@ -162,7 +171,7 @@ func answered(t *testing.T, c *net.UDPConn, question string) (got string) {
 			}
 		}
 	})
-	return got
+	return got, err
 }
 
 // Datagrams of pods and of the node get to Services of another node, in order and in any size, beside kube-proxy.
@@ -302,10 +311,11 @@ func manyFlows(t *testing.T, p *pod, cloud *cloud) {
 		caller := p.socketIn(udp4)
 		all.Go(func() error {
 			question := strconv.Itoa(i)
-			if got := answered(t, caller, question); got != "10.88.2.5 "+question {
-				return fmt.Errorf("got %q for %q", got, question)
+			got, err := tryAnswered(caller, question)
+			if err == nil && got != "10.88.2.5 "+question {
+				err = fmt.Errorf("got %q for %q", got, question)
 			}
-			return nil
+			return err
 		})
 	}
 	if err := all.Wait(); err != nil {
