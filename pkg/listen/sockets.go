@@ -23,7 +23,7 @@ type Sockets struct {
 	serving chan struct{} // closed by Serve; nothing is sent
 	left    chan struct{} // closed by Leave; nothing is sent
 
-	accepted [allUsers]atomic.Int64 // see Accepted
+	accepted [allUsers]atomic.Pointer[time.Time] // see LastAccepted
 
 	mu        sync.Mutex // guards the following
 	inherited []Copy     // sockets of the other process that no module of this process has opened yet
@@ -293,12 +293,21 @@ func (s *Sockets) Left() <-chan struct{} {
 	return s.left
 }
 
-// Accepted returns how many connections of users this process has accepted so far.
-func (s *Sockets) Accepted(users Users) int64 {
-	if s == nil {
-		return 0
+// Accepted notes that this process has accepted a connection of users. The listeners of Open do so themselves.
+func (s *Sockets) Accepted(users Users) {
+	if s != nil {
+		s.accepted[users].Store(new(time.Now()))
 	}
-	return s.accepted[users].Load()
+}
+
+// LastAccepted returns when this process last accepted a connection of users; the zero time: never.
+func (s *Sockets) LastAccepted(users Users) (at time.Time) {
+	if s != nil {
+		if last := s.accepted[users].Load(); last != nil {
+			at = *last
+		}
+	}
+	return at
 }
 
 // shared is a listener that another process can take over.
@@ -335,7 +344,7 @@ func (l *shared) Accept() (net.Conn, error) {
 			tcp.SetKeepAliveConfig(l.keepAlive) //nolint:errcheck // it fails only if the caller has gone
 		}
 		if err == nil {
-			l.sockets.accepted[l.users].Add(1)
+			l.sockets.Accepted(l.users)
 		}
 		return c, err
 	}

@@ -101,6 +101,9 @@ func TestSockets(t *testing.T) {
 			}
 			old.Resume(Callers)
 			want(t, "the old process goes on", first, nil)
+			if old.LastAccepted(Callers).IsZero() || !old.LastAccepted(Edges).IsZero() {
+				t.Error("an accepted caller is not noted, or is noted as an edge")
+			}
 
 			copies, err := old.Copies()
 			if err != nil || len(copies) != 1 {
@@ -122,7 +125,13 @@ func TestSockets(t *testing.T) {
 			case <-time.After(50 * time.Millisecond):
 			}
 			next.Serve()
+			if !next.LastAccepted(Callers).IsZero() {
+				t.Error("a caller is noted that was not accepted")
+			}
 			want(t, "the new process serves", second, nil)
+			if next.LastAccepted(Callers).IsZero() {
+				t.Error("the new process does not note its callers")
+			}
 			<-next.Serving()
 			old.Leave()
 			<-old.Left()

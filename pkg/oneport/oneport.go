@@ -202,8 +202,13 @@ func (p *Port) serve(ctx context.Context, c net.Conn) {
 		p.noHello(c, err)
 		return
 	}
-	if to := p.handover(h); !to.Give(hello.NewConn(socket, c.RemoteAddr(), h, read), handOverTime) {
+	to := p.handover(h)
+	if !to.Give(hello.NewConn(socket, c.RemoteAddr(), h, read), handOverTime) {
 		tunnel.Reset(c) // no module accepts the connection: the module stops, or the replica is leaving
+		return
+	}
+	if to == p.Callers {
+		p.cfg.Sockets.Accepted(listen.Callers) // the listener itself counts as one for edges
 	}
 }
 

@@ -353,7 +353,7 @@ func TestLeaveWaitsForCallers(t *testing.T) {
 	for last, want := range map[time.Duration]time.Duration{ // when the last caller comes, and when Leave returns
 		-time.Second:    leaveFirst,
 		time.Second:     leaveFirst,
-		4 * time.Second: leaveFirst + leaveQuiet,
+		4 * time.Second: 4*time.Second + leaveQuiet,
 		time.Hour:       leaveLast,
 	} {
 		bubble(t, func(t *testing.T) {

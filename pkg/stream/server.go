@@ -349,8 +349,9 @@ func (s *Server) requestsCertificates() bool { return s.cfg.Certificates || s.cf
 // call. From then on no edge may join this replica. Leave asks connected edges to open a session with another replica.
 // The DNS names of nodes then lead to other replicas. Leave returns when every edge has such a session and no caller
 // has come for leaveQuiet, but not before leaveFirst and not after leaveLast. By then, load balancers and clients of DNS
-// have seen the change. Front doors should serve until Leave returns. If no other replica has joined this one, Leave does nothing. A replica that is also
-// about to stop counts as joined: while both wait, a replica that starts may take their edges.
+// have seen the change. Front doors should serve until Leave returns. If no other replica has joined this one, Leave
+// does nothing. A replica that is also about to stop counts as joined: while both wait, a replica that starts may take
+// their edges.
 func (s *Server) Leave(ctx context.Context) {
 	if (s.cfg.Replicas == nil || len(s.cfg.Replicas.Joined()) == 0) && !tunnel.IsClosed(s.leaving) {
 		return
@@ -364,35 +365,34 @@ func (s *Server) Leave(ctx context.Context) {
 	}
 	defer close(s.left)
 	s.cfg.Replicas.Leave()
-	s.log.Info("leaving: the other replicas take over", "dur", leaveFirst)
+	s.log.Info("leaving: the other replicas take over")
 	s.announce() // before the edges are asked to move, so that none of them looks for this replica
 	for _, cs := range s.allLive() {
 		cs.role.leave(cs)
 	}
 	ctx, cancel := context.WithTimeout(ctx, leaveLast)
 	defer cancel()
-	s.waitForCallers(ctx)
+	if !sleep(ctx, leaveFirst) {
+		return
+	}
 	if left := s.cfg.Replicas.NodesMoved(ctx); left > 0 {
 		s.log.Warn("nodes have no session with another replica yet", "nodes", left)
 	}
+	for {
+		quiet := time.Since(s.cfg.Sockets.LastAccepted(listen.Callers))
+		if quiet >= leaveQuiet || !sleep(ctx, leaveQuiet-quiet) {
+			return
+		}
+	}
 }
 
-// waitForCallers waits until leaveFirst is over and no caller has come for leaveQuiet, or ctx is done.
-func (s *Server) waitForCallers(ctx context.Context) {
-	wait := time.NewTimer(leaveFirst - leaveQuiet)
-	defer wait.Stop()
-	for before := int64(-1); ; {
-		select {
-		case <-wait.C:
-		case <-ctx.Done():
-			return
-		}
-		now := s.cfg.Sockets.Accepted(listen.Callers)
-		if now == before {
-			return
-		}
-		before = now
-		wait.Reset(leaveQuiet)
+// sleep waits for d. It returns false if ctx is done before.
+func sleep(ctx context.Context, d time.Duration) bool {
+	select {
+	case <-time.After(d):
+		return true
+	case <-ctx.Done():
+		return false
 	}
 }
 
