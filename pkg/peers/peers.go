@@ -56,7 +56,8 @@ const (
 	// nodes they hold. A replica that hangs must not keep this one from serving.
 	readyAnyway = 15 * time.Second
 	// refusesAnyway is how long a starting replica waits for an address that refuses connections. A replica that is
-	// about to stop refuses them, and still joins this replica when it next looks up the others.
+	// about to stop refuses them. If the name of the others has led to it anew, it still joins this replica, when it
+	// next looks up the name.
 	refusesAnyway = lookupInterval + 2*time.Second
 	// forgetReplica is how long the nodes of a lost replica are remembered. In that time the
 	// replica may come back, or its nodes may connect to other replicas.
@@ -369,21 +370,23 @@ func (p *Peers) missingLocked() error {
 	return nil
 }
 
-// hasToldLocked reports whether a replica has joined here from the host of an address, and has told which nodes it
-// holds. The caller holds mu.
+// hasToldLocked reports whether a replica with this IP address and port has joined here, and has told which nodes it
+// holds. It is known by the address from which it has joined, and by those for its clients. The caller holds mu.
 func (p *Peers) hasToldLocked(address string) bool {
+	at, err := netip.ParseAddrPort(address)
+	if err != nil {
+		return false // a name
+	}
 	for _, r := range p.replicas {
-		if r.link != nil && r.nodes != nil && hostOf(r.link.Remote) == hostOf(address) {
+		if r.link == nil || r.nodes == nil {
+			continue
+		}
+		from, _ := netip.ParseAddrPort(r.link.Remote) //nolint:errcheck // the transport has written it
+		if a := at.Addr().Unmap(); from.Addr().Unmap() == a || slices.Contains(r.addrs, a) {
 			return true
 		}
 	}
 	return false
-}
-
-// hostOf returns the host of host:port.
-func hostOf(address string) string {
-	host, _, _ := net.SplitHostPort(address) //nolint:errcheck // an address without a port is no other's
-	return host
 }
 
 // Status says how many other replicas there are.
