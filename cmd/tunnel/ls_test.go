@@ -30,7 +30,6 @@ type operated struct {
 	edgeRuns    *process
 }
 
-// newOperated starts a cloud, and an edge that has joined it as edge1. change, if not nil, edits the files of the cloud
 // patientCompletion has completions wait for longer: a busy machine may be slower than a person's patience.
 func patientCompletion(t *testing.T) {
 	t.Helper()
@@ -40,6 +39,7 @@ func patientCompletion(t *testing.T) {
 	t.Cleanup(func() { limited = context.WithTimeout })
 }
 
+// newOperated starts a cloud, and an edge that has joined it as edge1. change, if not nil, edits the files of the cloud
 // before it starts.
 func newOperated(t *testing.T, change func(o *operated, address string)) *operated {
 	t.Helper()

@@ -171,6 +171,7 @@ func TestDemoTarget(t *testing.T) {
 			if code, output = start(t, "demo", "--once", "--target", target).wait(); code == want.code {
 				break
 			}
+			t.Logf("once more, after exit code %d:\n%s", code, output)
 		}
 		if code != want.code || !strings.Contains(output, want.line) {
 			t.Errorf("exit code %d, want %d and %q:\n%s", code, want.code, want.line, output)

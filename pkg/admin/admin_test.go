@@ -466,9 +466,8 @@ func TestFewAddressesLeaveRoom(t *testing.T) {
 				resp.Body.Close()
 				took = append(took, time.Since(begun))
 			}
-			slices.Sort(took)
-			if median := took[len(took)/2]; median > patience/2 { // a kubelet waits for one second; this machine may be busy
-				t.Errorf("probes take %s", median)
+			if fastest := slices.Min(took); fastest > time.Second { // others may be slower on a busy machine
+				t.Errorf("probes take %s; a kubelet waits for one second", fastest)
 			}
 		})
 	}

@@ -322,6 +322,9 @@ func TestForwardIgnoresWrongAnswers(t *testing.T) {
 				t.Errorf("%s first over %s: %s, want %s", tc.what, network, got, want)
 			}
 		}
+		if !lied.Load() {
+			t.Errorf("%s: the first upstream is not asked", tc.what)
+		}
 	}
 }
 
