@@ -494,7 +494,8 @@ func TestForwardIsAborted(t *testing.T) {
 	}
 }
 
-// At most DefaultLookups queries wait for an upstream. One more fails at once. Queries for nodes are answered as always.
+// At most DefaultLookups queries wait for an upstream, and one more fails at once. Queries for nodes are answered as
+// always.
 func TestForwardIsBounded(t *testing.T) {
 	silent := upstream(t, func(*dns.Msg, string) [][]byte { return nil })
 	r := respond(t, ResponderConfig{Truth: newHeld("edge1 10.0.0.5"), Upstream: []netip.AddrPort{silent}})

@@ -381,7 +381,7 @@ func (p *Peers) hasToldLocked(address string) bool {
 		if r.link == nil || r.nodes == nil {
 			continue
 		}
-		from, _ := netip.ParseAddrPort(r.link.Remote) //nolint:errcheck // the transport has written it
+		from, _ := netip.ParseAddrPort(r.link.Remote)
 		if a := at.Addr().Unmap(); from.Addr().Unmap() == a || slices.Contains(r.addrs, a) {
 			return true
 		}

@@ -564,8 +564,8 @@ func TestStartedReplicaKnowsTheNodes(t *testing.T) {
 	}
 }
 
-// A replica that is about to stop takes no new replica, but joins it. Until then only that replica knows its nodes, so a
-// replica that starts waits for it.
+// A replica that is about to stop takes no new replica, but joins it. Until then only that replica knows its nodes, so
+// a replica that starts waits for it.
 func TestStartedReplicaWaitsForOneThatStops(t *testing.T) {
 	p := newPlaces(t, 2)
 	stops := p.newReplica(t, 0, p.names[1:])

@@ -348,10 +348,10 @@ func (s *Server) requestsCertificates() bool { return s.cfg.Certificates || s.cf
 // Leave prepares a stop while other replicas continue. Call Leave before the stop. A second call waits for the first
 // call. From then on no edge may join this replica. Leave asks connected edges to open a session with another replica.
 // The DNS names of nodes then lead to other replicas. Leave returns when every edge has such a session and no caller
-// has come for leaveQuiet, but not before leaveFirst and not after leaveLast. By then, load balancers and clients of DNS
-// have seen the change. Front doors should serve until Leave returns. If no other replica has joined this one, Leave
-// does nothing. A replica that is also about to stop counts as joined: while both wait, a replica that starts may take
-// their edges.
+// has come for leaveQuiet, but not before leaveFirst and not after leaveLast. By then, load balancers and clients of
+// DNS have seen the change. Front doors should serve until Leave returns. If no other replica has joined this one,
+// Leave does nothing. A replica that is also about to stop counts as joined: while both wait, a replica that starts
+// may take their edges.
 func (s *Server) Leave(ctx context.Context) {
 	if (s.cfg.Replicas == nil || len(s.cfg.Replicas.Joined()) == 0) && !tunnel.IsClosed(s.leaving) {
 		return
