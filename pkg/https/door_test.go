@@ -724,6 +724,46 @@ func TestDrain(t *testing.T) {
 	}
 }
 
+// A door that stops waits for upgraded connections, such as those of kubectl exec.
+func TestDrainWaitsForUpgrades(t *testing.T) {
+	echo := hijacked(t, fmt.Sprintf(switching, "SPDY/3.1"), func(c net.Conn, br *bufio.Reader) {
+		io.Copy(c, br) // until the half-close
+	})
+	for _, way := range upgradeWays {
+		t.Run(way.name, func(t *testing.T) {
+			r := newRig(t, echo, way.configure)
+			r.door.grace = patience
+			r.start()
+			c := r.raw(r.caller("127.0.0.1"))
+			_, err := io.WriteString(c, upgradeRequest("SPDY/3.1", ""))
+			must(t, err)
+			br := bufio.NewReader(c)
+			readResponse(t, br, "POST")
+			r.stop()
+			testkit.Eventually(t, "the door is closed", func() bool {
+				n, err := net.Dial("tcp", r.addr)
+				if err == nil {
+					n.Close()
+				}
+				return err != nil
+			})
+			for range 10 {
+				_, err := io.WriteString(c, "x")
+				must(t, err)
+				_, err = br.ReadByte()
+				must(t, err)
+				time.Sleep(10 * time.Millisecond)
+			}
+			must(t, c.CloseWrite())
+			if rest, err := io.ReadAll(br); err != nil || len(rest) > 0 {
+				t.Errorf("at the end: %q, %v", rest, err)
+			}
+			within(t, "the end of Run", patience, r.done)
+			close(r.done)
+		})
+	}
+}
+
 // Connections that do not end within the grace period are reset.
 func TestDrainResetsAfterTheGracePeriod(t *testing.T) {
 	started := make(chan struct{}, 8)

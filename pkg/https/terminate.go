@@ -184,9 +184,11 @@ func (f *FrontDoor) startWeb(live context.Context) *web {
 	return w
 }
 
-// stop lets requests in flight end. It returns when they have ended, or when live is done.
+// stop lets requests and upgraded connections end. It returns when they have ended, or when live is done.
 func (w *web) stop(live context.Context) {
-	w.server.Shutdown(live) //nolint:errcheck // on an error, wait closes what is left
+	if w.server.Shutdown(live) == nil { // on an error, wait closes what is left
+		w.proxy.handlers.Wait() // Shutdown does not wait for upgraded connections; live ends them
+	}
 }
 
 // wait waits until all goroutines of w have ended. live must be done.

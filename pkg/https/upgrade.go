@@ -81,12 +81,18 @@ func (s *switched) splice(w *entry, out *http.Request) {
 	}
 	fc := nc.(*framedConn)
 	client := &tlsConn{Conn: fc.Conn, raw: fc.NetConn(), replay: append(buffered(rw.Reader), fc.buffered...)}
-	if err = s.writeHead(client); err != nil {
+	reset := func() {
 		tunnel.Reset(client)
 		tunnel.Reset(s.conn)
+	}
+	stop := context.AfterFunc(out.Context(), reset) // a caller that does not read must not keep the process
+	if err = s.writeHead(client); err != nil {
+		stop()
+		reset()
 		w.why = err.Error()
 		return
 	}
+	stop()
 	w.head(http.StatusSwitchingProtocols)
 	// The response's body is the conn, preceded by the bytes that the transport read too early.
 	target := &upgradedConn{Conn: s.conn, r: s.res.Body}
