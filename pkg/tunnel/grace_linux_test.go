@@ -13,7 +13,7 @@ func TestUnreadRequestIsNotQuiet(t *testing.T) {
 	caller, src := tcpPair(t)
 	dog := &watchdog{end: new(graceEnd), target: new(movingConn), check: time.AfterFunc(time.Hour, func() {})}
 	dog.both = []*direction{newDirection(src, dog)}
-	dog.end.at.Store(new(time.Now().Add(quietTime)))
+	dog.end.at.Store(new(time.Now().Add(time.Second)))
 	quiet := func() bool {
 		dog.quietSince = time.Now().Add(-time.Minute)
 		return dog.lookAgain()

@@ -50,10 +50,6 @@ func Splice(ctx context.Context, a, b net.Conn) (aToB, bToA int64, err error) {
 	var wg sync.WaitGroup
 	end, _ := ctx.Value(graceKey{}).(*graceEnd)
 	dog := &watchdog{resetBoth: resetBoth, end: end, target: answererOf(a, b)}
-	dog.endQuietly = func() {
-		ResetBehind(a) // a conn of the tunnel may have bytes on their way, of which the kernel knows nothing
-		Reset(b)
-	}
 	ab, ba := newDirection(a, dog), newDirection(b, dog)
 	// A direction that waits for a silent source learns only by this callback that its
 	// destination takes no more bytes.
@@ -309,11 +305,10 @@ func isLost(err error) bool {
 // goroutine reads its source, so the watchdog asks the kernel about both sockets every
 // lookInterval.
 type watchdog struct {
-	resetBoth  func()       // set once
-	endQuietly func()       // resetBoth, behind the bytes that the caller has yet to get; set once
-	end        *graceEnd    // the end of ctx's grace period; nil: ctx is not from Grace; set once
-	target     answerer     // nil: neither conn is one of the tunnel; set once
-	both       []*direction // set by start, before any other call
+	resetBoth func()       // set once
+	end       *graceEnd    // the end of ctx's grace period; nil: ctx is not from Grace; set once
+	target    answerer     // nil: neither conn is one of the tunnel; set once
+	both      []*direction // set by start, before any other call
 
 	mu       sync.Mutex  // guards the following and direction.srcLost
 	check    *time.Timer // calls look; nil: there is nothing to look at
@@ -368,7 +363,7 @@ func (w *watchdog) stop() {
 // requests, and pass half of an answer on as if it were whole.
 func (w *watchdog) look() {
 	if w.lookAgain() {
-		w.endQuietly()
+		w.resetBoth()
 	}
 }
 
@@ -391,7 +386,7 @@ func (w *watchdog) lookAgain() (quiet bool) {
 		if w.quietSince.IsZero() || moved != w.moved || !answered || w.inFlightLocked() {
 			w.moved, w.quietSince = moved, now
 		}
-		quiet = left > 0 && now.Sub(w.quietSince) >= left/4
+		quiet = now.Sub(w.quietSince) >= left/4
 	}
 	w.check.Reset(next)
 	return quiet
