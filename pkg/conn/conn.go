@@ -162,9 +162,16 @@ func (c *Conn) LocalAddr() net.Addr  { return c.local }
 func (c *Conn) RemoteAddr() net.Addr { return c.remote }
 
 // Answered reports whether the last bytes of the conn came from the other side, and WriteTo has written
-// them. If so, the target has probably answered all that the caller has sent. moved counts the bytes of
-// both directions. At the end that has the target, Answered always returns false.
+// them. If so, the target has probably answered all that the caller has sent. moved changes with each byte of
+// either direction. At the end that has the target, Answered always returns false.
 func (c *Conn) Answered() (moved int64, ok bool) { return c.moved.Load(), c.answered.Load() }
+
+// moves notes n bytes of either direction, for Answered. Bytes to send are noted as soon as they are here, since they
+// may wait. The order matters to WriteTo.
+func (c *Conn) moves(n int) {
+	c.moved.Add(int64(n))
+	c.answered.Store(false)
+}
 
 // SetDeadline sets both deadlines.
 func (c *Conn) SetDeadline(t time.Time) error {

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"io"
 	"net"
+	"strings"
 	"testing"
 	"time"
 
@@ -51,4 +52,37 @@ func TestReturnAtEdgeWaitsForASender(t *testing.T) {
 	close(late.goOn)
 	<-read
 	testkit.Eventually(t, "the data connection waits for the next conn", p.idle)
+}
+
+// writerFunc is a writer that calls a function.
+type writerFunc func(b []byte)
+
+func (f writerFunc) Write(b []byte) (int, error) {
+	f(b)
+	return len(b), nil
+}
+
+// A conn whose caller sends its next request while the answer is written has a request without an answer.
+func TestAnsweredByTheLastBytes(t *testing.T) {
+	p := newDataPair(t)
+	defer p.close()
+	f := p.next()
+	defer f.edge.Close()
+	defer f.cloud.Close()
+	f.cloud.asked = true
+	go func() {
+		f.edge.Write([]byte("answer")) //nolint:errcheck // the other end gets the error
+		f.edge.CloseWrite()            //nolint:errcheck // as above
+	}()
+	_, err := f.cloud.WriteTo(writerFunc(func([]byte) {
+		if _, err := f.cloud.ReadFrom(strings.NewReader("request")); err != nil {
+			t.Error(err)
+		}
+	}))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, ok := f.cloud.Answered(); ok {
+		t.Error("a request without an answer counts as answered")
+	}
 }

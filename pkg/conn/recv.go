@@ -175,8 +175,7 @@ func (c *Conn) pass(m *incoming, open bool) bool {
 func (c *Conn) received(n int) {
 	c.counters.BytesReceived.Add(uint64(n))
 	c.traffic.Receive(n)
-	c.answered.Store(false)
-	c.moved.Add(int64(n))
+	c.moves(n)
 	if !c.in.heard.Load() {
 		c.in.heard.Store(true)
 	}
@@ -233,9 +232,13 @@ func (c *Conn) WriteTo(w io.Writer) (n int64, err error) {
 			return n, c.opError("read", tunnel.ErrReset)
 		}
 		if size := m.data.Len(); size > 0 {
+			moved := c.moved.Load() + int64(size)
 			c.received(size)
 			written, err := writeChunk(w, &m, &vec)
 			c.answered.Store(c.asked)
+			if c.moved.Load() != moved {
+				c.answered.Store(false) // the caller has already sent its next request
+			}
 			m.free()
 			n += written
 			if err != nil {

@@ -190,6 +190,9 @@ func (c *Conn) sendPending() (sent bool, err error) {
 // send sends one chunk. It waits while the other side's window is full. An error says that the conn has
 // ended; the receiver learns the reason from way.RecvMsg. The caller holds sendMu.
 func (c *Conn) send(o *outgoing) error {
+	if o.n > 0 {
+		c.moves(o.n)
+	}
 	o.pool = &c.out.flow
 	c.out.flow.add()
 	if err := c.way.SendMsg(o); err != nil {
@@ -201,10 +204,6 @@ func (c *Conn) send(o *outgoing) error {
 	}
 	c.counters.BytesSent.Add(uint64(o.n))
 	c.traffic.Send(o.n)
-	if o.n > 0 {
-		c.answered.Store(false)
-		c.moved.Add(int64(o.n))
-	}
 	c.mu.Lock()
 	c.out.sent += o.n + chunkOverhead
 	if o.fin {
@@ -243,6 +242,7 @@ func (c *Conn) ReadFrom(src io.Reader) (n int64, err error) {
 		if m == 0 {
 			c.blocks.put(block)
 		} else {
+			c.moves(m)
 			if err := c.sendInTurns(block, m); err != nil {
 				return n, c.opError("write", err)
 			}
@@ -263,6 +263,7 @@ func (c *Conn) ReadFrom(src io.Reader) (n int64, err error) {
 // WriteSlice sends the payload of a chunk that another conn has received. It frees data, even if it fails.
 // It copies the bytes only if they are too many for one chunk on a thin link.
 func (c *Conn) WriteSlice(data mem.BufferSlice) error {
+	c.moves(data.Len())
 	if data.Len() > c.out.flow.turns.chunk() {
 		r := data.Reader()
 		data.Free() // r holds a reference of its own
