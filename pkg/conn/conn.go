@@ -69,7 +69,8 @@ type Conn struct {
 	ordered  bool // see Config.Ordered
 	blocks   *Blocks
 	counters *tunnel.Counters
-	traffic  *tunnel.Traffic // counts the bytes of the session; nil: not counted
+	traffic  *tunnel.Traffic  // counts the bytes of the session; nil: not counted
+	ends     *tunnel.GraceEnd // see Config.Ends
 	log      *slog.Logger
 	local    Addr
 	remote   Addr
@@ -113,7 +114,8 @@ type Config struct {
 	Ordered       bool // the other side takes chunks with abort
 	Blocks        *Blocks
 	Counters      *tunnel.Counters
-	Traffic       *tunnel.Traffic // counts the bytes of the session, too; nil: not counted
+	Traffic       *tunnel.Traffic  // counts the bytes of the session, too; nil: not counted
+	Ends          *tunnel.GraceEnd // when the other side resets the conn, since it is about to stop; nil: not known
 	Log           *slog.Logger
 	Local, Remote Addr
 	// Ended is called once when the conn is over, so that its owner can do its part of the end. err is nil
@@ -145,7 +147,7 @@ func OverLease(l *Lease, cfg Config) *Conn {
 func (c *Conn) init(w way, turns *Turns, cfg Config) {
 	c.way, c.isEdge, c.asked, c.ordered = w, cfg.IsEdge, cfg.Asked, cfg.Ordered
 	c.blocks, c.counters, c.traffic, c.log = cfg.Blocks, cfg.Counters, cfg.Traffic, cfg.Log
-	c.local, c.remote, c.ended, c.gone = cfg.Local, cfg.Remote, cfg.Ended, cfg.Gone
+	c.local, c.remote, c.ended, c.gone, c.ends = cfg.Local, cfg.Remote, cfg.Ended, cfg.Gone, cfg.Ends
 	c.over = make(chan struct{})
 	c.out.init(cfg.Blocks, turns)
 	c.in.init()
@@ -172,6 +174,9 @@ func (c *Conn) moves(n int) {
 	c.moved.Add(int64(n))
 	c.answered.Store(false)
 }
+
+// Ends returns Config.Ends, for Splice.
+func (c *Conn) Ends() *tunnel.GraceEnd { return c.ends }
 
 // SetDeadline sets both deadlines.
 func (c *Conn) SetDeadline(t time.Time) error {

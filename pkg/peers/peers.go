@@ -163,12 +163,10 @@ func (p *Peers) Run(ctx context.Context) error {
 	p.mu.Lock()
 	p.began = time.Now()
 	p.mu.Unlock()
-	splices, endSplices := tunnel.Grace(ctx, p.cfg.Grace)
-	defer endSplices()
 	var running sync.WaitGroup
 	defer running.Wait()
-	jctx, cancel := context.WithCancel(context.WithoutCancel(ctx)) // the sessions outlive ctx: see handOver
-	defer cancel()
+	jctx, cancel := context.WithCancelCause(context.WithoutCancel(ctx)) // the sessions outlive ctx: see handOver
+	defer func() { cancel(context.Cause(ctx)) }()                       // which says since when this replica stops
 	running.Go(func() { p.passOn(ctx) })
 	joining := make(map[string]context.CancelFunc) // by address
 	ticker := time.NewTicker(lookupInterval)
@@ -188,7 +186,7 @@ func (p *Peers) Run(ctx context.Context) error {
 			if joining[a] == nil {
 				actx, cancel := context.WithCancel(jctx)
 				joining[a] = cancel
-				running.Go(func() { p.join(actx, splices, a) })
+				running.Go(func() { p.join(actx, a) })
 			}
 		}
 		for a, cancel := range joining {
@@ -273,8 +271,8 @@ func (p *Peers) discover(ctx context.Context) (map[string]bool, error) {
 	return all, err
 }
 
-// join keeps a session with the replica at an address until ctx is done. Conns of the session end with splices.
-func (p *Peers) join(ctx, splices context.Context, address string) {
+// join keeps a session with the replica at an address until ctx is done.
+func (p *Peers) join(ctx context.Context, address string) {
 	c, err := stream.NewClient(stream.ClientConfig{
 		Address: address, TLS: p.cfg.TLS, Counters: p.counters, Log: p.cfg.Log, Grace: p.cfg.Grace, Software: p.cfg.Software,
 		Connections: stream.MaxConnections, // a session carries the conns of many nodes
@@ -285,7 +283,6 @@ func (p *Peers) join(ctx, splices context.Context, address string) {
 			ID: p.id, Addrs: addrStrings(p.cfg.Addrs),
 			Have:    func() []string { return p.have(address) },
 			Serve:   p.serve,
-			Splices: splices,
 			Started: p.publish, Hint: hint,
 		},
 	})

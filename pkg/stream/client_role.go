@@ -27,9 +27,6 @@ type ReplicaConfig struct {
 	// Serve dials for an open of the other replica. The request names a node that the joining
 	// replica holds, or held a moment ago.
 	Serve tunnel.DialFunc
-	// Splices ends the conns that the joining replica serves. If [tunnel.Grace] has returned it, idle conns end before
-	// a stop, as those of front doors do. nil: conns end with their session.
-	Splices context.Context
 	// Started is called for each new session. s.Instance is the id of the replica at the other end.
 	// A goroutine of the session then calls run, which must return when s is done. An error refuses
 	// the session.
@@ -64,8 +61,6 @@ type joiner interface {
 	addressed(r *tunnel.Request, open *pb.Open) error
 	// span returns the name of the span of an open that this end serves.
 	span() tunnel.SpanName
-	// splices is the parent of the contexts of conns that this end serves.
-	splices() context.Context
 	// denied logs that a dial that the cloud asked for is denied.
 	denied(s *edgeSession, topic string, r tunnel.Request, err error)
 	// explain adds to an error what a person can do about it. h may be nil.
@@ -113,8 +108,6 @@ func (nodeJoiner) started(*edgeSession) error { return nil }
 func (nodeJoiner) addressed(*tunnel.Request, *pb.Open) error { return nil } // every open is for the client's own node
 
 func (nodeJoiner) span() tunnel.SpanName { return tunnel.SpanDial }
-
-func (nodeJoiner) splices() context.Context { return context.Background() }
 
 func (j nodeJoiner) denied(s *edgeSession, topic string, r tunnel.Request, err error) {
 	if skipped, ok := j.client.denials.Allow(); ok {
@@ -175,13 +168,6 @@ func (replicaJoiner) addressed(r *tunnel.Request, open *pb.Open) (err error) {
 }
 
 func (replicaJoiner) span() tunnel.SpanName { return tunnel.SpanRelay }
-
-func (j replicaJoiner) splices() context.Context {
-	if j.as.Splices == nil {
-		return context.Background()
-	}
-	return j.as.Splices
-}
 
 func (replicaJoiner) denied(*edgeSession, string, tunnel.Request, error) {} // the edge logs its denials
 

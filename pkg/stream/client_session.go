@@ -54,7 +54,7 @@ func (s *edgeSession) serveUntil(ctx, sctx context.Context) error {
 		s.mu.Lock()
 		s.leaving = true
 		s.mu.Unlock()
-		s.drain(sctx)
+		s.drain(sctx, tunnel.GraceLeft(ctx, s.owner.cfg.Grace))
 		close(s.leave)
 		select {
 		case <-s.done:

@@ -177,7 +177,7 @@ func (s *edgeSession) serveBy(
 	if len(m.Topic) > maxTopic {
 		return errTopic
 	}
-	ctx, cancel := context.WithCancel(s.owner.as.splices())
+	ctx, cancel := context.WithCancel(context.Background())
 	refusal := register(m.Topic, &serving{cancel})
 	if refusal == nil && s.cancelledEarly(m.Topic) {
 		cancel()

@@ -450,12 +450,13 @@ func (s *Server) stop(servers ...*grpc.Server) {
 // drain tells every edge that the server stops. It waits for the edges' conns, for at most the
 // grace period.
 func (s *Server) drain() {
-	ctx, cancel := context.WithTimeout(context.Background(), s.grace())
+	grace := s.grace()
+	ctx, cancel := context.WithTimeout(context.Background(), grace)
 	defer cancel()
 	var wg sync.WaitGroup
 	for _, cs := range s.allLive() {
 		wg.Go(func() {
-			cs.drain(ctx)
+			cs.drain(ctx, grace)
 			// The edge closes the connection when its targets have taken the bytes in flight.
 			select {
 			case <-cs.done:

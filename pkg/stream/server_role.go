@@ -86,7 +86,7 @@ func (r asNode) attach(cs *cloudSession, hello *pb.Hello) {
 	}
 }
 
-func (asNode) leave(cs *cloudSession) { cs.tellDrain(true) }
+func (asNode) leave(cs *cloudSession) { cs.tellDrain(true, tunnel.GracePeriod) }
 
 func (r asNode) detach(cs *cloudSession) {
 	if r.server.dir.Detach(cs.pub) {

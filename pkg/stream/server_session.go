@@ -278,7 +278,7 @@ func (s *cloudSession) connect(stream pb.Stream_ConnectServer) error {
 func (s *cloudSession) newConn(stream conn.Stream, topic string, asked bool, gone func()) (c *conn.Conn) {
 	c = conn.OverStream(stream, &s.own.turns, conn.Config{
 		Asked: asked, Ordered: s.ordered, Blocks: s.blocks, Counters: s.counters, Traffic: &s.pub.Traffic, Log: s.log,
-		Local: "cloud", Remote: conn.Addr(s.pub.Node),
+		Local: "cloud", Remote: conn.Addr(s.pub.Node), Ends: &s.pub.Ends,
 		Ended: func(err error) {
 			if err != nil && c.MustCancel() {
 				// The status of the stream waits behind data that a stalled edge does not read. The
@@ -380,7 +380,8 @@ func (s *cloudSession) refused(m *tunnel.Message) error {
 }
 
 // edgeLeaves notes that the edge takes no new conns. Its conns continue, and the cloud refuses new dials to it. The
-// edge may still ask for conns (Reach). If the message has no grace period, the edge was drained and does not stop.
+// edge may still ask for conns (Reach). If the message has no grace period, the edge was drained and does not stop. Else
+// conns that are idle end shortly before the edge would reset them.
 func (s *cloudSession) edgeLeaves(m *tunnel.Message) error {
 	var d pb.Drain
 	if err := proto.Unmarshal(m.Data, &d); err != nil {
@@ -392,6 +393,9 @@ func (s *cloudSession) edgeLeaves(m *tunnel.Message) error {
 	s.leaving = true
 	s.stopping = s.stopping || grace > 0
 	s.mu.Unlock()
+	if stops {
+		s.pub.Ends.Begin(min(grace, tunnel.GracePeriod))
+	}
 	switch { // an edge may send any number of drains: each state is logged once
 	case stops:
 		s.log.Info("edge is about to stop", "dur", grace)

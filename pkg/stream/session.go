@@ -487,8 +487,8 @@ func errSilent(d time.Duration) error { return fmt.Errorf("no byte from the othe
 
 // drain tells the peer, unless it was told before, that this side is about to stop. drain returns
 // when the last conn has ended, the session has ended, or ctx is done.
-func (s *session) drain(ctx context.Context) {
-	s.tellDrain(false)
+func (s *session) drain(ctx context.Context, grace time.Duration) {
+	s.tellDrain(false, grace)
 	select {
 	case <-s.idle():
 	case <-s.done:
@@ -496,11 +496,12 @@ func (s *session) drain(ctx context.Context) {
 	}
 }
 
-// tellDrain tells the peer once that this side is about to stop. elsewhere: other replicas
-// continue.
-func (s *session) tellDrain(elsewhere bool) {
+// tellDrain tells the peer once that this side is about to stop, and how long conns may continue: for a second at least,
+// since a message without a grace period says that this side does not stop. elsewhere: other replicas continue.
+func (s *session) tellDrain(elsewhere bool, grace time.Duration) {
 	if !s.toldDrain.Swap(true) {
-		s.post(message(typeDrain, "", &pb.Drain{GraceSeconds: uint32(tunnel.GracePeriod.Seconds()), Elsewhere: elsewhere}))
+		seconds := uint32(max(grace, time.Second).Seconds()) //nolint:gosec // a grace period
+		s.post(message(typeDrain, "", &pb.Drain{GraceSeconds: seconds, Elsewhere: elsewhere}))
 	}
 }
 

@@ -16,15 +16,18 @@ const GracePeriod = 25 * time.Second
 // quietTime is the last part of a grace period, in which Splice ends a connection at a quiet moment.
 const quietTime = 10 * time.Second
 
-// graceEnd is the time at which a grace period ends. It is nil before the grace period begins: until the context that
-// was passed to Grace is done. The time has a monotonic clock reading, since the wall clock may be set meanwhile.
-type graceEnd struct{ at atomic.Pointer[time.Time] }
+// GraceEnd is the time at which a grace period ends. The zero value is one that has not begun. The time has a monotonic
+// clock reading, since the wall clock may be set meanwhile.
+type GraceEnd struct{ at atomic.Pointer[time.Time] }
 
-// graceKey is the key under which a context of Grace holds its *graceEnd. Splice looks the graceEnd up.
+// Begin begins the grace period, which ends after d.
+func (g *GraceEnd) Begin(d time.Duration) { g.at.Store(new(time.Now().Add(d))) }
+
+// graceKey is the key under which a context of Grace holds its *GraceEnd. Splice looks it up.
 type graceKey struct{}
 
 // left returns how long the grace period still lasts. ok is false before it has begun.
-func (g *graceEnd) left(now time.Time) (left time.Duration, ok bool) {
+func (g *GraceEnd) left(now time.Time) (left time.Duration, ok bool) {
 	if g == nil {
 		return 0, false
 	}
@@ -64,11 +67,11 @@ func Grace(ctx context.Context, d time.Duration) (graced context.Context, cancel
 func GraceFunc(
 	ctx context.Context, left func() time.Duration,
 ) (graced context.Context, cancel context.CancelFunc) {
-	end := new(graceEnd)
+	end := new(GraceEnd)
 	graced, cancelCtx := context.WithCancel(context.WithValue(context.WithoutCancel(ctx), graceKey{}, end))
 	stop := context.AfterFunc(ctx, func() {
 		d := left()
-		end.at.Store(new(time.Now().Add(d)))
+		end.Begin(d)
 		select {
 		case <-time.After(d):
 			cancelCtx()

@@ -14,9 +14,12 @@ type movingConn struct {
 	net.Conn
 	moved   atomic.Int64
 	pending bool // a request has no answer yet
+	ends    GraceEnd
 }
 
 func (c *movingConn) Answered() (moved int64, ok bool) { return c.moved.Load(), !c.pending }
+
+func (c *movingConn) Ends() *GraceEnd { return &c.ends }
 
 // TestQuietEnd: in the last ten seconds of a grace period, a conn ends as soon as it has been silent for a
 // quarter of the time that is left. A conn that is never silent, or whose caller waits for an answer, ends

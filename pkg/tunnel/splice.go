@@ -48,8 +48,12 @@ func Splice(ctx context.Context, a, b net.Conn) (aToB, bToA int64, err error) {
 
 	var errAB, errBA error
 	var wg sync.WaitGroup
-	end, _ := ctx.Value(graceKey{}).(*graceEnd)
+	end, _ := ctx.Value(graceKey{}).(*GraceEnd)
 	dog := &watchdog{resetBoth: resetBoth, end: end, target: answererOf(a, b)}
+	// Of a caller that is a conn of the tunnel itself, the kernel does not know which bytes are still on their way.
+	if t, ok := dog.target.(interface{ Ends() *GraceEnd }); ok && rawConn(a) != nil {
+		dog.peer = t.Ends()
+	}
 	ab, ba := newDirection(a, dog), newDirection(b, dog)
 	// A direction that waits for a silent source learns only by this callback that its
 	// destination takes no more bytes.
@@ -306,7 +310,8 @@ func isLost(err error) bool {
 // lookInterval.
 type watchdog struct {
 	resetBoth func()       // set once
-	end       *graceEnd    // the end of ctx's grace period; nil: ctx is not from Grace; set once
+	end       *GraceEnd    // the end of ctx's grace period; nil: ctx is not from Grace; set once
+	peer      *GraceEnd    // the end of target's grace period; nil: it does not count; set once
 	target    answerer     // nil: neither conn is one of the tunnel; set once
 	both      []*direction // set by start, before any other call
 
@@ -321,8 +326,8 @@ type watchdog struct {
 	quietSince time.Time // when look first saw moved; zero: look has not asked yet
 }
 
-// answerer is a conn of the tunnel. Answered returns how many bytes the conn has sent and received. ok
-// is true if the last of them came from the target, and were handed on.
+// answerer is a conn of the tunnel. Answered returns a number that changes with each byte that the conn sends or
+// receives. ok is true if the last of them came from the target, and were handed on.
 type answerer interface{ Answered() (moved int64, ok bool) }
 
 // answererOf returns the conn of the tunnel; nil: neither conn is one.
@@ -339,7 +344,7 @@ func (w *watchdog) start(both ...*direction) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.both = both
-	quiet := w.end != nil && w.target != nil
+	quiet := w.target != nil && (w.end != nil || w.peer != nil)
 	if quiet || slices.ContainsFunc(both, func(d *direction) bool { return d.src != nil }) {
 		w.check = time.AfterFunc(lookInterval, w.look)
 	}
@@ -356,8 +361,8 @@ func (w *watchdog) stop() {
 	}
 }
 
-// look asks the kernel whether either socket is lost. While the process stops, it also looks for a
-// quiet moment. A conn ends now if its caller has all bytes of the target, and neither side has sent a
+// look asks the kernel whether either socket is lost. While this process stops, or that at the other end of the tunnel,
+// it also looks for a quiet moment. A conn ends now if its caller has all bytes of the target, and neither side has sent a
 // byte for a quarter of the time that is left. At the end of the grace period the conn would be reset
 // anyway, perhaps in the middle of an answer. Callers such as kube-apiserver keep conns for later
 // requests, and pass half of an answer on as if it were whole.
@@ -380,16 +385,27 @@ func (w *watchdog) lookAgain() (quiet bool) {
 		}
 	}
 	now, next := time.Now(), lookInterval
-	if left, ends := w.end.left(now); ends && left <= quietTime && w.target != nil {
+	if left, ends := w.left(now); ends && left <= quietTime && w.target != nil {
 		next = quietInterval
 		moved, answered := w.target.Answered()
 		if w.quietSince.IsZero() || moved != w.moved || !answered || w.inFlightLocked() {
 			w.moved, w.quietSince = moved, now
 		}
-		quiet = now.Sub(w.quietSince) >= left/4
+		quiet = left > 0 && now.Sub(w.quietSince) >= left/4
 	}
 	w.check.Reset(next)
 	return quiet
+}
+
+// left returns how long the conn still has. ok is false if neither this process nor the one at the other end of the
+// tunnel is about to stop.
+func (w *watchdog) left(now time.Time) (left time.Duration, ok bool) {
+	for _, end := range []*GraceEnd{w.end, w.peer} {
+		if l, begun := end.left(now); begun && (!ok || l < left) {
+			left, ok = l, true
+		}
+	}
+	return left, ok
 }
 
 // inFlightLocked reports whether bytes of either socket are on their way, such as a request for which this process has
