@@ -367,12 +367,18 @@ func (p *Peers) missingLocked() error {
 	return nil
 }
 
-// hasToldLocked reports whether a replica with this IP address and port has joined here, and has told which nodes it
-// holds. It is known by the address from which it has joined, and by those for its clients. The caller holds mu.
+// hasToldLocked reports whether the replica with this IP address and port has joined here, and has told which nodes it
+// holds. It is known by the address from which it has joined, and by those for its clients. Of several replicas with
+// one IP address, none is known. The caller holds mu.
 func (p *Peers) hasToldLocked(address string) bool {
 	at, err := netip.ParseAddrPort(address)
 	if err != nil {
 		return false // a name
+	}
+	for other := range p.links {
+		if o, err := netip.ParseAddrPort(other); err == nil && other != address && o.Addr() == at.Addr() {
+			return false
+		}
 	}
 	for _, r := range p.replicas {
 		if r.link == nil || r.nodes == nil {

@@ -598,10 +598,15 @@ func TestHasTold(t *testing.T) {
 	}
 	silent := &replica{link: &tunnel.Session{Remote: "10.0.0.3:40000"}}
 	lost := &replica{nodes: map[tunnel.NodeName]held{}, addrs: []netip.Addr{netip.MustParseAddr("10.0.0.4")}}
-	p := &Peers{replicas: map[string]*replica{"told": told, "silent": silent, "lost": lost}}
+	shared := &replica{link: &tunnel.Session{Remote: "10.0.0.5:40000"}, nodes: map[tunnel.NodeName]held{}}
+	p := &Peers{
+		replicas: map[string]*replica{"told": told, "silent": silent, "lost": lost, "shared": shared},
+		links:    map[string]*stream.Client{"10.0.0.2:9000": nil, "10.0.0.5:9001": nil, "10.0.0.5:9002": nil},
+	}
 	for address, want := range map[string]bool{
 		"10.0.0.2:9000": true, "[fd00::2]:9000": true, "[::ffff:10.0.0.2]:9000": true,
 		"10.0.0.3:9000": false, "10.0.0.4:9000": false, "cloud-2:9000": false,
+		"10.0.0.5:9001": false, "10.0.0.5:9002": false, // one of them has told
 	} {
 		if got := p.hasToldLocked(address); got != want {
 			t.Errorf("%s: %t, want %t", address, got, want)
