@@ -47,8 +47,8 @@ func (noSocket) Control(func(fd uintptr)) error           { return nil }
 func (noSocket) Read(func(fd uintptr) (done bool)) error  { return net.ErrClosed }
 func (noSocket) Write(func(fd uintptr) (done bool)) error { return net.ErrClosed }
 
-// A conn also ends at a quiet moment before the process at the other end of the tunnel ends, and not if its caller waits
-// for an answer.
+// A conn also ends at a quiet moment before the process at the other end of the tunnel ends, and not if its caller
+// waits for an answer.
 func TestQuietEndOfPeer(t *testing.T) {
 	for _, pending := range []bool{false, true} {
 		synctest.Test(t, func(t *testing.T) {

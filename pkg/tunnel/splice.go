@@ -361,11 +361,11 @@ func (w *watchdog) stop() {
 	}
 }
 
-// look asks the kernel whether either socket is lost. While this process stops, or that at the other end of the tunnel,
-// it also looks for a quiet moment. A conn ends now if its caller has all bytes of the target, and neither side has sent a
-// byte for a quarter of the time that is left. At the end of the grace period the conn would be reset
-// anyway, perhaps in the middle of an answer. Callers such as kube-apiserver keep conns for later
-// requests, and pass half of an answer on as if it were whole.
+// look asks the kernel whether either socket is lost. While this process stops, or that at the other end of the
+// tunnel, it also looks for a quiet moment. A conn ends now if its caller has all bytes of the target, and neither side
+// has sent a byte for a quarter of the time that is left. At the end of the grace period the conn would be reset
+// anyway, perhaps in the middle of an answer. Callers such as kube-apiserver keep conns for later requests, and pass
+// half of an answer on as if it were whole.
 func (w *watchdog) look() {
 	if w.lookAgain() {
 		w.resetBoth()
