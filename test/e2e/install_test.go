@@ -4,6 +4,7 @@ package e2e
 
 import (
 	"context"
+	"crypto/tls"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -194,6 +195,10 @@ func (i *installation) step(t *testing.T, name string, f func(t *testing.T)) boo
 				if b, err := os.ReadFile(file); err == nil {
 					t.Logf("%s:\n%s", file, tail(string(b), 20))
 				}
+			}
+			// When kube-proxy, by which callers reach the Service, has written its rules.
+			if b, err := os.ReadFile(i.c.path("log/" + controlNode + "-kube-proxy.log")); err == nil {
+				t.Logf("kube-proxy of %s:\n%s", controlNode, tail(string(b), 100))
 			}
 			out, err := i.c.kubectl(context.Background(), "get", "pods,events", "-A", "-o", "wide")
 			t.Logf("pods and events: %v\n%s", err, tail(out, 60))
@@ -410,25 +415,32 @@ func (i *installation) rollback(ctx context.Context, t *testing.T) {
 func (i *installation) underLoad(ctx context.Context, t *testing.T, change func() error) {
 	t.Helper()
 	i.jobGone(ctx, t)
-	stop := make(chan struct{})
+	callers := i.address(ctx, t, "tunnel-cloud-callers") + ":10250"
+	asks, stop := context.WithCancel(ctx)
+	defer stop()
 	asked := make([]int, len(i.c.nodes))
+	dialled := make([]int, len(i.c.nodes))
 	var wg sync.WaitGroup
-	for at, n := range i.c.nodes {
+	again := func(node string, count *int, pause time.Duration, ask func(ctx context.Context) error) {
 		wg.Go(func() {
-			for {
-				select {
-				case <-stop:
-					return
-				default:
-				}
+			for ; asks.Err() == nil; time.Sleep(pause) {
 				ctx, cancel := within(ctx, gone)
-				if err := errors.Join(tryExec(ctx, i.c, n), tryLogs(ctx, i.c, n)); err != nil {
-					t.Errorf("request %d to %s: %v", asked[at], n, err)
+				began := time.Now()
+				if err := ask(ctx); err != nil {
+					t.Errorf("request %d to %s, from %s on, %v: %v",
+						*count, node, began.Format(time.StampMilli), time.Since(began), err)
 				}
 				cancel()
-				asked[at]++
+				*count++
 			}
 		})
+	}
+	for at, n := range i.c.nodes {
+		again(n, &asked[at], 0, func(ctx context.Context) error {
+			return errors.Join(tryExec(ctx, i.c, n), tryLogs(ctx, i.c, n))
+		})
+		// kube-apiserver keeps its connections for later requests; these are new ones.
+		again(n, &dialled[at], 50*time.Millisecond, func(ctx context.Context) error { return handshake(ctx, callers, n) })
 	}
 	began := time.Now()
 	err := change()
@@ -440,15 +452,27 @@ func (i *installation) underLoad(ctx context.Context, t *testing.T, change func(
 		case <-ctx.Done():
 		}
 	}
-	close(stop)
+	stop()
 	wg.Wait()
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Logf("the change took %v; %d rounds of exec and logs", took.Round(time.Millisecond), asked)
-	if slices.Min(asked) < 20 {
+	t.Logf("the change took %v; %d rounds of exec and logs, %d handshakes", took.Round(time.Millisecond), asked, dialled)
+	if slices.Min(slices.Concat(asked, dialled)) < 20 {
 		t.Error("fewer than 20 rounds prove nothing")
 	}
+}
+
+// handshake connects to the kubelet of a node, as kube-apiserver does: by the Service for callers.
+func handshake(ctx context.Context, callers, node string) error {
+	d := tls.Dialer{Config: &tls.Config{
+		ServerName: node, InsecureSkipVerify: true, //nolint:gosec // kubelets sign their certificates themselves
+	}}
+	c, err := d.DialContext(ctx, "tcp", callers)
+	if err != nil {
+		return fmt.Errorf("a TLS connection to the kubelet: %w", err)
+	}
+	return c.Close()
 }
 
 // jobGone waits until Kubernetes has removed the finished Job: an unfinished one cannot be changed.

@@ -140,7 +140,7 @@ kubeall kubelet --config="$d/kubelet.yaml" --kubeconfig="$RUN/kubelet-$n.kubecon
 if [ -n "${KUBEPROXY#none}" ]; then # without the three it sets limits of the whole machine
   kubeall kube-proxy --kubeconfig="$RUN/admin.kubeconfig" --hostname-override="$n" --proxy-mode="${KUBEPROXY/#1/iptables}" \
     --cluster-cidr=10.88.0.0/16 --conntrack-max-per-core=0 --conntrack-tcp-timeout-established=0s \
-    --conntrack-tcp-timeout-close-wait=0s >>"$log/$n-kube-proxy.log" 2>&1 &
+    --conntrack-tcp-timeout-close-wait=0s -v=2 >>"$log/$n-kube-proxy.log" 2>&1 &
 fi
 echo "$(date -u +%T) node $n is up"
 while :; do wait || true; sleep 1 & done # reap what shims leave to pid 1
