@@ -673,6 +673,18 @@ func TestPanics(t *testing.T) {
 }
 
 // A drain lets connections of every kind end.
+// closed waits until nobody can connect to the door.
+func (r *rig) closed() {
+	r.t.Helper()
+	testkit.Eventually(r.t, "the door is closed", func() bool {
+		n, err := net.Dial("tcp", r.addr)
+		if err == nil {
+			n.Close()
+		}
+		return err != nil
+	})
+}
+
 func TestDrain(t *testing.T) {
 	release := make(chan struct{})
 	started := make(chan struct{}, 1)
@@ -695,13 +707,7 @@ func TestDrain(t *testing.T) {
 			defer res.Body.Close()
 			within(t, "the request", patience, started)
 			r.stop()
-			testkit.Eventually(t, "the door is closed", func() bool {
-				n, err := net.Dial("tcp", r.addr)
-				if err == nil {
-					n.Close()
-				}
-				return err != nil
-			})
+			r.closed()
 			close(release)
 			b, err := io.ReadAll(res.Body)
 			if err != nil || string(b) != "first last" {
@@ -740,13 +746,7 @@ func TestDrainWaitsForUpgrades(t *testing.T) {
 			br := bufio.NewReader(c)
 			readResponse(t, br, "POST")
 			r.stop()
-			testkit.Eventually(t, "the door is closed", func() bool {
-				n, err := net.Dial("tcp", r.addr)
-				if err == nil {
-					n.Close()
-				}
-				return err != nil
-			})
+			r.closed()
 			for range 10 {
 				_, err := io.WriteString(c, "x")
 				must(t, err)

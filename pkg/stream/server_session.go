@@ -381,7 +381,7 @@ func (s *cloudSession) refused(m *tunnel.Message) error {
 
 // edgeLeaves notes that the edge takes no new conns. Its conns continue, and the cloud refuses new dials to it. The
 // edge may still ask for conns (Reach). If the message has no grace period, the edge was drained and does not stop.
-// Else conns that are idle end shortly before the edge would reset them.
+// If it has one, the cloud ends idle conns shortly before the edge would reset them.
 func (s *cloudSession) edgeLeaves(m *tunnel.Message) error {
 	var d pb.Drain
 	if err := proto.Unmarshal(m.Data, &d); err != nil {

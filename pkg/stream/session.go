@@ -496,8 +496,8 @@ func (s *session) drain(ctx context.Context, grace time.Duration) {
 	}
 }
 
-// tellDrain tells the peer once that this side is about to stop, and how long conns may continue: for a second at
-// least, since a message without a grace period says that this side does not stop. elsewhere: other replicas continue.
+// tellDrain tells the peer once that this side is about to stop. Conns may continue for grace. The message says a
+// second at least, since 0 means that this side does not stop. elsewhere: other replicas continue.
 func (s *session) tellDrain(elsewhere bool, grace time.Duration) {
 	if !s.toldDrain.Swap(true) {
 		seconds := uint32(max(grace, time.Second).Seconds()) //nolint:gosec // a grace period

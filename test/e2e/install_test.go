@@ -196,7 +196,7 @@ func (i *installation) step(t *testing.T, name string, f func(t *testing.T)) boo
 					t.Logf("%s:\n%s", file, tail(string(b), 20))
 				}
 			}
-			// When kube-proxy, by which callers reach the Service, has written its rules.
+			// Callers reach the Service by kube-proxy. Its log says when it has written its rules.
 			if b, err := os.ReadFile(i.c.path("log/" + controlNode + "-kube-proxy.log")); err == nil {
 				t.Logf("kube-proxy of %s:\n%s", controlNode, tail(string(b), 100))
 			}
