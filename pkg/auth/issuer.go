@@ -101,6 +101,9 @@ func (i *Issuer) sign(ctx context.Context, node tunnel.NodeName, p proof, reques
 	if err != nil {
 		return nil, err
 	}
+	if err = i.waitOutRevocation(ctx, node); err != nil {
+		return nil, err
+	}
 	chain, err = i.signer.Sign(ctx, node, request)
 	if err == nil || ctx.Err() == nil { // if the caller has gone, the error is not the signer's fault
 		i.gate.signingFailed.Store(err != nil)
@@ -118,11 +121,29 @@ func (i *Issuer) sign(ctx context.Context, node tunnel.NodeName, p proof, reques
 	if err := i.gate.decideNow(node, p); err != nil {
 		return nil, err
 	}
-	// Times in certificates are whole seconds, so a new certificate can fall under a revocation of
-	// the same second. Refuse now: the node could not join with such a certificate.
+	// The signer's clock can be behind, so the new certificate can fall under a revocation. Refuse now: the
+	// node could not join with such a certificate.
 	if err := i.gate.decideNow(node, newCertificateProof(i.gate.cfg.Backdate, leaf)); err != nil {
 		return nil, fmt.Errorf("the certificate just signed for node %s is refused, try again: %w",
 			node, err)
 	}
 	return chain, nil
+}
+
+// waitOutRevocation waits until a certificate that is issued now is newer than a revocation of node's certificates.
+// Times in certificates are whole seconds, and `tunnel token create` revokes the certificates of a revoked node until
+// the end of the current second. A time further ahead is no reason to wait: an operator has written it.
+func (i *Issuer) waitOutRevocation(ctx context.Context, node tunnel.NodeName) error {
+	var wait time.Duration
+	for _, tb := range i.gate.cfg.Tokens.currentTables() {
+		if _, before := tb.revoked(node); time.Until(before) <= time.Second {
+			wait = max(wait, time.Until(before))
+		}
+	}
+	select {
+	case <-ctx.Done():
+		return ctx.Err()
+	case <-time.After(wait):
+		return nil
+	}
 }

@@ -348,3 +348,29 @@ func TestRevokedGetsNoCertificate(t *testing.T) {
 		})
 	}
 }
+
+// A node that was revoked, and has a new join token, gets a certificate in the same second.
+func TestIssueAfterRevocation(t *testing.T) {
+	ca := newNodeCA(t)
+	content, err := AddToken("edge1:revoked\n", TokenLine{Node: "edge1", Secret: "j", Join: true}, time.Now())
+	if err != nil {
+		t.Fatal(err)
+	}
+	gate, _ := newCertificateGate(t, content, ca, nil)
+	_, request, err := NewRequest("edge1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	join := Credential{Node: "edge1", Token: "j"}
+	_, chain, err := NewIssuer(gate, fileSigner(t, ca.CA, time.Hour)).First(t.Context(), join, request)
+	if err != nil {
+		t.Fatal(err)
+	}
+	certificates, err := ParseCertificates(chain)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := gate.decideNow("edge1", newCertificateProof(Backdate, certificates...)); err != nil {
+		t.Error(err)
+	}
+}
