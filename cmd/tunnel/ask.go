@@ -246,7 +246,7 @@ func failed(err error) error {
 		case "", "no-such-service": // a Service is no node
 		case api.CodeConfiguration:
 			code = exitConfig
-		case "denied", "refused":
+		case "denied", "refused", api.CodeNotStarted:
 			code = exitRefused
 		default:
 			code = exitAway

@@ -257,6 +257,8 @@ func (r *reloader) handlers() map[string]http.Handler {
 func answer(w http.ResponseWriter, v any, err error) {
 	_, conflict := errors.AsType[conflictError](err)
 	switch {
+	case errors.As(err, new(notStartedError)):
+		api.Refuse(w, http.StatusConflict, api.CodeNotStarted, err)
 	case conflict:
 		api.Refuse(w, http.StatusConflict, "", err)
 	case err != nil:
@@ -270,6 +272,9 @@ func answer(w http.ResponseWriter, v any, err error) {
 type conflictError struct{ error }
 
 func conflictf(format string, args ...any) error { return conflictError{fmt.Errorf(format, args...)} }
+
+// notStartedError says that a new process could not take over.
+type notStartedError struct{ error }
 
 // warnings is a log handler that keeps the texts of warnings, and no other line.
 type warnings struct{ texts []string }

@@ -287,7 +287,7 @@ func (r *restarter) restart(ctx context.Context) (*restarted, error) {
 		Sibling:   systemd != nil && r.isService(),
 	})
 	if err != nil {
-		return nil, conflictf("starting %s: %w", program, err)
+		return nil, notStartedError{fmt.Errorf("starting %s: %w", program, err)}
 	}
 	log.Info("a new process starts, to take over from this one", "pid", next.PID(), "target", program)
 	if err = r.hand(ctx, next); err != nil {
@@ -301,7 +301,7 @@ func (r *restarter) restart(ctx context.Context) (*restarted, error) {
 		if ok && failure.Configuration {
 			return nil, failure
 		}
-		return nil, conflictf("%w; the old process serves as before", err)
+		return nil, notStartedError{fmt.Errorf("%w; the old process serves as before", err)}
 	}
 	next.Release()
 	r.daemon.sockets.Leave()
@@ -409,8 +409,8 @@ says why.
 
   tunnel restart
 
-Exit codes: 0 the new process serves; 1 the old one serves as before, or none has answered within 64 s; 3 the
-configuration has a problem.`,
+Exit codes: 0 the new process serves; 1 this process cannot be replaced so, or has not answered within 64 s; 3 the
+configuration has a problem; 4 the new process did not take over. After 3 and 4, the old one serves as before.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := output.check(); err != nil {

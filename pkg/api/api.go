@@ -212,11 +212,15 @@ var errEdge = errors.New("this is an edge: ask the cloud about nodes")
 // Failure is the body of an answer that is not 2xx.
 type Failure struct {
 	Text string `json:"error"`
-	Code string `json:"code,omitempty"` // the code of a refusal, such as "denied" or "no-such-node"; or CodeConfiguration
+	// Code is the code of a refusal, such as "denied" or "no-such-node", or one of the constants below.
+	Code string `json:"code,omitempty"`
 }
 
 // CodeConfiguration is the Failure.Code if the server refuses a request because of problems in a configuration.
 const CodeConfiguration = "configuration"
+
+// CodeNotStarted is the Failure.Code if a new process could not take over. The old process serves as before.
+const CodeNotStarted = "not-started"
 
 // Error implements error.
 func (f *Failure) Error() string { return f.Text }

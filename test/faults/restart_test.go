@@ -317,7 +317,7 @@ func TestRestartFails(t *testing.T) {
 	}{
 		"a bad configuration": {"[mode.cloud.limits]\nconn = 1\n", "unknown key", 3},
 		"a port that is taken": {
-			fmt.Sprintf("[mode.cloud.egress]\nhttpconnect = [\"unix://%s\"]\n", p.Path("no/such.sock")), "create the folder", 1},
+			fmt.Sprintf("[mode.cloud.egress]\nhttpconnect = [\"unix://%s\"]\n", p.Path("no/such.sock")), "create the folder", 4},
 	} {
 		p.replace("cloud.toml", append(bytes.Clone(good), tc.text...))
 		p.wantCommand(tc.code, []string{tc.says}, "cloud", "restart")
@@ -336,7 +336,7 @@ func TestRestartFails(t *testing.T) {
 	}
 	failed := func(when string) {
 		t.Helper()
-		if got := <-result; !strings.HasPrefix(got, "1 ") || !strings.Contains(got, "the old process serves as before") {
+		if got := <-result; !strings.HasPrefix(got, "4 ") || !strings.Contains(got, "the old process serves as before") {
 			t.Errorf("%s: %s", when, got)
 		}
 		works(when)
