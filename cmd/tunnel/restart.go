@@ -409,8 +409,8 @@ says why.
 
   tunnel restart
 
-Exit codes: 0 the new process serves; 1 this process cannot be replaced so, or has not answered within 64 s; 3 the
-configuration has a problem; 4 the new process did not take over. After 3 and 4, the old one serves as before.`,
+Exit codes: 0 the new process serves; 1 refused, or no answer within 64 s; 3 the configuration has a problem; 4 the
+new process has failed. After 3 and 4, the old one serves as before.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := output.check(); err != nil {

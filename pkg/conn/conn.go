@@ -69,15 +69,18 @@ type Conn struct {
 	ordered  bool // see Config.Ordered
 	blocks   *Blocks
 	counters *tunnel.Counters
-	traffic  *tunnel.Traffic  // counts the bytes of the session; nil: not counted
-	ends     *tunnel.GraceEnd // see Config.Ends
+	traffic  *tunnel.Traffic     // counts the bytes of the session; nil: not counted
+	ends     *tunnel.GraceEnd    // see Config.Ends
+	tellEnds func(time.Duration) // see Config.TellEnds
 	log      *slog.Logger
 	local    Addr
 	remote   Addr
 	gone     func() // see Config.Gone
 
-	moved    atomic.Int64 // see Answered
-	answered atomic.Bool  // see Answered
+	// See Answered.
+	moved    atomic.Int64
+	answered atomic.Bool
+	unsent   atomic.Int32
 
 	over chan struct{} // closed when the conn is to end, or has ended; then err is set
 	out  sendHalf
@@ -114,10 +117,14 @@ type Config struct {
 	Ordered       bool // the other side takes chunks with abort
 	Blocks        *Blocks
 	Counters      *tunnel.Counters
-	Traffic       *tunnel.Traffic  // counts the bytes of the session, too; nil: not counted
-	Ends          *tunnel.GraceEnd // when the other side resets the conn, since it is about to stop; nil: not known
+	Traffic       *tunnel.Traffic // counts the bytes of the session, too; nil: not counted
 	Log           *slog.Logger
 	Local, Remote Addr
+	// Ends begins when the other side says that it is about to reset the conn. nil unless Asked.
+	Ends *tunnel.GraceEnd
+	// TellEnds tells the other side, which has asked for the conn, that the conn is reset after left. It must not wait.
+	// nil: the other side need not know.
+	TellEnds func(left time.Duration)
 	// Ended is called once when the conn is over, so that its owner can do its part of the end. err is nil
 	// after a clean end. Ended must not wait.
 	Ended func(err error)
@@ -147,7 +154,8 @@ func OverLease(l *Lease, cfg Config) *Conn {
 func (c *Conn) init(w way, turns *Turns, cfg Config) {
 	c.way, c.isEdge, c.asked, c.ordered = w, cfg.IsEdge, cfg.Asked, cfg.Ordered
 	c.blocks, c.counters, c.traffic, c.log = cfg.Blocks, cfg.Counters, cfg.Traffic, cfg.Log
-	c.local, c.remote, c.ended, c.gone, c.ends = cfg.Local, cfg.Remote, cfg.Ended, cfg.Gone, cfg.Ends
+	c.local, c.remote, c.ended, c.gone = cfg.Local, cfg.Remote, cfg.Ended, cfg.Gone
+	c.ends, c.tellEnds = cfg.Ends, cfg.TellEnds
 	c.over = make(chan struct{})
 	c.out.init(cfg.Blocks, turns)
 	c.in.init()
@@ -166,10 +174,11 @@ func (c *Conn) RemoteAddr() net.Addr { return c.remote }
 // Answered reports whether the last bytes of the conn came from the other side, and WriteTo has written
 // them. If so, the target has probably answered all that the caller has sent. moved changes with each byte of
 // either direction. At the end that has the target, Answered always returns false.
-func (c *Conn) Answered() (moved int64, ok bool) { return c.moved.Load(), c.answered.Load() }
+func (c *Conn) Answered() (moved int64, ok bool) {
+	return c.moved.Load(), c.answered.Load() && c.unsent.Load() == 0
+}
 
-// moves notes n bytes of either direction, for Answered. Bytes to send are noted as soon as they are here, since they
-// may wait. The order matters to WriteTo.
+// moves notes n bytes of either direction, for Answered. The order matters to WriteTo.
 func (c *Conn) moves(n int) {
 	c.moved.Add(int64(n))
 	c.answered.Store(false)
@@ -177,6 +186,13 @@ func (c *Conn) moves(n int) {
 
 // Ends returns Config.Ends, for Splice.
 func (c *Conn) Ends() *tunnel.GraceEnd { return c.ends }
+
+// TellEnds tells the other side that the conn is reset after left, for Splice.
+func (c *Conn) TellEnds(left time.Duration) {
+	if c.tellEnds != nil {
+		c.tellEnds(left)
+	}
+}
 
 // SetDeadline sets both deadlines.
 func (c *Conn) SetDeadline(t time.Time) error {

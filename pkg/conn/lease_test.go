@@ -86,3 +86,38 @@ func TestAnsweredByTheLastBytes(t *testing.T) {
 		t.Error("a request without an answer counts as answered")
 	}
 }
+
+// An answer that comes while a request still waits to be sent is not the answer to that request.
+func TestRequestThatWaitsIsNotAnswered(t *testing.T) {
+	p := newDataPair(t)
+	defer p.close()
+	late := &lateWire{Conn: p.cloud.Conn, begun: make(chan struct{}), goOn: make(chan struct{})}
+	p.cloud.Conn = late
+	f := p.next()
+	defer f.edge.Close()
+	defer f.cloud.Close()
+	f.cloud.asked = true
+	sent := make(chan error, 1)
+	go func() {
+		_, err := f.cloud.ReadFrom(bytes.NewReader(make([]byte, 3000)))
+		sent <- err
+	}()
+	<-late.begun
+	go func() {
+		f.edge.Write([]byte("answer"))
+		f.edge.CloseWrite()
+	}()
+	if _, err := f.cloud.WriteTo(io.Discard); err != nil {
+		t.Error(err)
+	}
+	if _, ok := f.cloud.Answered(); ok {
+		t.Error("a request that waits counts as answered")
+	}
+	close(late.goOn)
+	if err := <-sent; err != nil {
+		t.Error(err)
+	}
+	if _, ok := f.cloud.Answered(); ok {
+		t.Error("a request that was sent last counts as answered")
+	}
+}

@@ -190,9 +190,6 @@ func (c *Conn) sendPending() (sent bool, err error) {
 // send sends one chunk. It waits while the other side's window is full. An error says that the conn has
 // ended; the receiver learns the reason from way.RecvMsg. The caller holds sendMu.
 func (c *Conn) send(o *outgoing) error {
-	if o.n > 0 {
-		c.moves(o.n)
-	}
 	o.pool = &c.out.flow
 	c.out.flow.add()
 	if err := c.way.SendMsg(o); err != nil {
@@ -201,6 +198,9 @@ func (c *Conn) send(o *outgoing) error {
 			o.forwarded.Free()
 		}
 		return c.writeError()
+	}
+	if o.n > 0 {
+		c.moves(o.n) // an answer that came while these bytes waited was none to them
 	}
 	c.counters.BytesSent.Add(uint64(o.n))
 	c.traffic.Send(o.n)
@@ -242,8 +242,10 @@ func (c *Conn) ReadFrom(src io.Reader) (n int64, err error) {
 		if m == 0 {
 			c.blocks.put(block)
 		} else {
-			c.moves(m)
-			if err := c.sendInTurns(block, m); err != nil {
+			c.unsent.Add(1)
+			err := c.sendInTurns(block, m)
+			c.unsent.Add(-1)
+			if err != nil {
 				return n, c.opError("write", err)
 			}
 			n += int64(m)
@@ -263,7 +265,8 @@ func (c *Conn) ReadFrom(src io.Reader) (n int64, err error) {
 // WriteSlice sends the payload of a chunk that another conn has received. It frees data, even if it fails.
 // It copies the bytes only if they are too many for one chunk on a thin link.
 func (c *Conn) WriteSlice(data mem.BufferSlice) error {
-	c.moves(data.Len())
+	c.unsent.Add(1)
+	defer c.unsent.Add(-1)
 	if data.Len() > c.out.flow.turns.chunk() {
 		r := data.Reader()
 		data.Free() // r holds a reference of its own

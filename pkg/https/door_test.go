@@ -672,7 +672,6 @@ func TestPanics(t *testing.T) {
 	}
 }
 
-// A drain lets connections of every kind end.
 // closed waits until nobody can connect to the door.
 func (r *rig) closed() {
 	r.t.Helper()
@@ -685,6 +684,7 @@ func (r *rig) closed() {
 	})
 }
 
+// A drain lets connections of every kind end.
 func TestDrain(t *testing.T) {
 	release := make(chan struct{})
 	started := make(chan struct{}, 1)

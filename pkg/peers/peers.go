@@ -103,7 +103,8 @@ type Peers struct {
 	dir      *tunnel.Directory // the nodes that this replica holds
 	counters *tunnel.Counters
 	log      *slog.Logger
-	left     chan struct{} // closed when this replica is about to stop
+	left     chan struct{}   // closed when this replica is about to stop
+	ends     tunnel.GraceEnd // when Run resets the conns that this replica relays
 
 	mu       sync.Mutex                 // guards the fields below
 	replicas map[string]*replica        // by id: the replicas that have joined here, or were lost a moment ago
@@ -167,6 +168,7 @@ func (p *Peers) Run(ctx context.Context) error {
 	defer running.Wait()
 	jctx, cancel := context.WithCancelCause(context.WithoutCancel(ctx)) // the sessions outlive ctx: see handOver
 	defer func() { cancel(context.Cause(ctx)) }()                       // which says since when this replica stops
+	context.AfterFunc(ctx, func() { p.ends.Begin(tunnel.GraceLeft(ctx, p.cfg.Grace)) })
 	running.Go(func() { p.passOn(ctx) })
 	joining := make(map[string]context.CancelFunc) // by address
 	ticker := time.NewTicker(lookupInterval)
@@ -283,7 +285,7 @@ func (p *Peers) join(ctx context.Context, address string) {
 			ID: p.id, Addrs: addrStrings(p.cfg.Addrs),
 			Have:    func() []string { return p.have(address) },
 			Serve:   p.serve,
-			Started: p.publish, Hint: hint,
+			Started: p.publish, Hint: hint, Ends: &p.ends,
 		},
 	})
 	if err != nil {
@@ -375,8 +377,10 @@ func (p *Peers) hasToldLocked(address string) bool {
 	if err != nil {
 		return false // a name
 	}
-	for other := range p.links {
-		if o, err := netip.ParseAddrPort(other); err == nil && other != address && o.Addr() == at.Addr() {
+	ip := at.Addr().Unmap()
+	for other, link := range p.links {
+		o, err := netip.ParseAddrPort(other)
+		if err == nil && o.Port() != at.Port() && o.Addr().Unmap() == ip && !errors.Is(link.Ready(), stream.ErrSelf) {
 			return false
 		}
 	}
@@ -385,7 +389,7 @@ func (p *Peers) hasToldLocked(address string) bool {
 			continue
 		}
 		from, _ := netip.ParseAddrPort(r.link.Remote)
-		if a := at.Addr().Unmap(); from.Addr().Unmap() == a || slices.Contains(r.addrs, a) {
+		if from.Addr().Unmap() == ip || slices.Contains(r.addrs, ip) {
 			return true
 		}
 	}

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"net/netip"
 	"slices"
@@ -599,9 +600,16 @@ func TestHasTold(t *testing.T) {
 	silent := &replica{link: &tunnel.Session{Remote: "10.0.0.3:40000"}}
 	lost := &replica{nodes: map[tunnel.NodeName]held{}, addrs: []netip.Addr{netip.MustParseAddr("10.0.0.4")}}
 	shared := &replica{link: &tunnel.Session{Remote: "10.0.0.5:40000"}, nodes: map[tunnel.NodeName]held{}}
+	links := make(map[string]*stream.Client)
+	for _, address := range []string{"10.0.0.2:9000", "10.0.0.5:9001", "[::ffff:10.0.0.5]:9002"} {
+		c, err := stream.NewClient(stream.ClientConfig{Log: slog.New(slog.DiscardHandler), Replica: &stream.ReplicaConfig{}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		links[address] = c
+	}
 	p := &Peers{
-		replicas: map[string]*replica{"told": told, "silent": silent, "lost": lost, "shared": shared},
-		links:    map[string]*stream.Client{"10.0.0.2:9000": nil, "10.0.0.5:9001": nil, "10.0.0.5:9002": nil},
+		replicas: map[string]*replica{"told": told, "silent": silent, "lost": lost, "shared": shared}, links: links,
 	}
 	for address, want := range map[string]bool{
 		"10.0.0.2:9000": true, "[fd00::2]:9000": true, "[::ffff:10.0.0.2]:9000": true,

@@ -185,6 +185,7 @@ func (c *Client) Routes() map[string]tunnel.Handler {
 		typeHeartbeat:  handler((*edgeSession).heartbeat),
 		typeCancel:     handler((*edgeSession).cancelTopic),
 		typeDrain:      handler((*edgeSession).cloudLeaves),
+		typeEnds:       handler((*edgeSession).connEnds),
 		typeReplicas:   handler((*edgeSession).cloudReplicas),
 		typeRenew:      handler((*edgeSession).askedToRenew),
 		typeConnection: handler((*edgeSession).moreConnections),

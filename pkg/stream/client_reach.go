@@ -292,6 +292,7 @@ func (s *edgeSession) serveReached(m *tunnel.Message, way openWay) error {
 		}
 		stop := c.Watch(ctx)
 		defer stop()
+		s.replace(m.Topic, c) // for connEnds
 		s.mu.Lock()
 		waits := s.expects[m.Addr] == e && len(e.conn) == 0
 		if waits {

@@ -27,6 +27,8 @@ type ReplicaConfig struct {
 	// Serve dials for an open of the other replica. The request names a node that the joining
 	// replica holds, or held a moment ago.
 	Serve tunnel.DialFunc
+	// Ends is when the joining replica, which is about to stop, resets the conns that it relays.
+	Ends *tunnel.GraceEnd
 	// Started is called for each new session. s.Instance is the id of the replica at the other end.
 	// A goroutine of the session then calls run, which must return when s is done. An error refuses
 	// the session.
@@ -61,6 +63,9 @@ type joiner interface {
 	addressed(r *tunnel.Request, open *pb.Open) error
 	// span returns the name of the span of an open that this end serves.
 	span() tunnel.SpanName
+	// ends is when this process resets the conns that it serves, for Splice. nil: Splice need not know, since the
+	// message Drain says it.
+	ends() *tunnel.GraceEnd
 	// denied logs that a dial that the cloud asked for is denied.
 	denied(s *edgeSession, topic string, r tunnel.Request, err error)
 	// explain adds to an error what a person can do about it. h may be nil.
@@ -108,6 +113,8 @@ func (nodeJoiner) started(*edgeSession) error { return nil }
 func (nodeJoiner) addressed(*tunnel.Request, *pb.Open) error { return nil } // every open is for the client's own node
 
 func (nodeJoiner) span() tunnel.SpanName { return tunnel.SpanDial }
+
+func (nodeJoiner) ends() *tunnel.GraceEnd { return nil }
 
 func (j nodeJoiner) denied(s *edgeSession, topic string, r tunnel.Request, err error) {
 	if skipped, ok := j.client.denials.Allow(); ok {
@@ -168,6 +175,8 @@ func (replicaJoiner) addressed(r *tunnel.Request, open *pb.Open) (err error) {
 }
 
 func (replicaJoiner) span() tunnel.SpanName { return tunnel.SpanRelay }
+
+func (j replicaJoiner) ends() *tunnel.GraceEnd { return j.as.Ends }
 
 func (replicaJoiner) denied(*edgeSession, string, tunnel.Request, error) {} // the edge logs its denials
 

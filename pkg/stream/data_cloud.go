@@ -431,7 +431,8 @@ func (s *cloudSession) carry(name string, counts claim, d *dataConn, asked bool)
 	var c *conn.Conn
 	c = conn.OverLease(lease, conn.Config{
 		Asked: asked, Ordered: s.ordered, Blocks: s.blocks, Counters: s.counters, Traffic: &s.pub.Traffic, Log: s.log,
-		Local: "cloud", Remote: conn.Addr(s.pub.Node), Ends: &s.pub.Ends,
+		Local: "cloud", Remote: conn.Addr(s.pub.Node), Ends: s.endsOf(asked),
+		TellEnds: func(left time.Duration) { s.tellEnds(name, left) },
 		Ended: func(err error) {
 			if err == nil {
 				lease.End(c.PeerStopped())

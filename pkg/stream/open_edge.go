@@ -43,6 +43,8 @@ type connWay interface {
 	conn(cfg conn.Config) *conn.Conn
 	// reset resets the conn.
 	reset()
+	// tellEnds is conn.Config.TellEnds.
+	tellEnds(left time.Duration)
 }
 
 // streamConn is the way of a conn that is a stream on the session's own connection.
@@ -78,6 +80,8 @@ func (o *streamConn) conn(cfg conn.Config) *conn.Conn {
 }
 
 func (o *streamConn) reset() { o.cancel() }
+
+func (o *streamConn) tellEnds(left time.Duration) { o.s.tellEnds(o.topic, left) }
 
 // controlOpen is an open that came by the control stream. Its conn is a Connect stream.
 type controlOpen struct{ streamConn }
@@ -141,6 +145,8 @@ func (o *dataOpen) reset() {
 	o.data.abort()
 }
 
+func (o *dataOpen) tellEnds(left time.Duration) { o.s.tellEnds(o.topic, left) }
+
 func (o *dataOpen) refuse(r *pb.Refused) {
 	o.data.Send(conn.FrameRefused, encode(r)) //nolint:errcheck // the reader of the data connection gets the error
 }
@@ -177,7 +183,7 @@ func (s *edgeSession) serveBy(
 	if len(m.Topic) > maxTopic {
 		return errTopic
 	}
-	ctx, cancel := context.WithCancel(context.Background())
+	ctx, cancel := context.WithCancel(tunnel.WithGraceEnd(context.Background(), s.owner.as.ends()))
 	refusal := register(m.Topic, &serving{cancel})
 	if refusal == nil && s.cancelledEarly(m.Topic) {
 		cancel()
@@ -275,7 +281,7 @@ func (s *edgeSession) openConn(
 	if err := way.accept(ctx); err != nil {
 		return nil, err
 	}
-	return way.conn(conn.Config{
+	cfg := conn.Config{
 		IsEdge: true, Asked: asked, Ordered: s.ordered, Blocks: s.blocks, Counters: s.counters, Traffic: &s.pub.Traffic,
 		Log: s.log, Local: conn.Addr(s.pub.Node), Remote: remote,
 		Ended: func(err error) {
@@ -284,7 +290,13 @@ func (s *edgeSession) openConn(
 			}
 		},
 		Gone: gone,
-	}), nil
+	}
+	if asked {
+		cfg.Ends = new(tunnel.GraceEnd)
+	} else if s.owner.as.ends() != nil {
+		cfg.TellEnds = way.tellEnds
+	}
+	return way.conn(cfg), nil
 }
 
 // whyRefused returns the error that the cloud gets for a dial that has failed with err. late says that dialTimeout

@@ -63,6 +63,7 @@ func (s replicaRoutes) Routes() map[string]tunnel.Handler {
 		typeRefused:   handler((*cloudSession).refused),
 		typeCancel:    handler((*cloudSession).cancelConn),
 		typeDrain:     handler((*cloudSession).edgeLeaves),
+		typeEnds:      handler((*cloudSession).connEnds),
 		typeNodes:     handler(s.server.learn),
 	}
 }

@@ -278,7 +278,8 @@ func (s *cloudSession) connect(stream pb.Stream_ConnectServer) error {
 func (s *cloudSession) newConn(stream conn.Stream, topic string, asked bool, gone func()) (c *conn.Conn) {
 	c = conn.OverStream(stream, &s.own.turns, conn.Config{
 		Asked: asked, Ordered: s.ordered, Blocks: s.blocks, Counters: s.counters, Traffic: &s.pub.Traffic, Log: s.log,
-		Local: "cloud", Remote: conn.Addr(s.pub.Node), Ends: &s.pub.Ends,
+		Local: "cloud", Remote: conn.Addr(s.pub.Node), Ends: s.endsOf(asked),
+		TellEnds: func(left time.Duration) { s.tellEnds(topic, left) },
 		Ended: func(err error) {
 			if err != nil && c.MustCancel() {
 				// The status of the stream waits behind data that a stalled edge does not read. The
@@ -289,6 +290,18 @@ func (s *cloudSession) newConn(stream conn.Stream, topic string, asked bool, gon
 		Gone: gone,
 	})
 	return c
+}
+
+// endsOf returns conn.Config.Ends. An edge says for all conns of a session that it is about to stop, and another
+// replica says it of each conn.
+func (s *cloudSession) endsOf(asked bool) *tunnel.GraceEnd {
+	switch {
+	case !asked:
+		return nil
+	case s.isNode():
+		return &s.pub.Ends
+	}
+	return new(tunnel.GraceEnd)
 }
 
 // waitForEnd waits until a conn has ended. It returns the status of its stream, whose context is ctx.
@@ -393,7 +406,7 @@ func (s *cloudSession) edgeLeaves(m *tunnel.Message) error {
 	s.leaving = true
 	s.stopping = s.stopping || grace > 0
 	s.mu.Unlock()
-	if stops {
+	if stops && s.isNode() { // another replica tells it of each conn: see Splice
 		s.pub.Ends.Begin(min(grace, tunnel.GracePeriod))
 	}
 	switch { // an edge may send any number of drains: each state is logged once

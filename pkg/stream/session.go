@@ -500,9 +500,27 @@ func (s *session) drain(ctx context.Context, grace time.Duration) {
 // second at least, since 0 means that this side does not stop. elsewhere: other replicas continue.
 func (s *session) tellDrain(elsewhere bool, grace time.Duration) {
 	if !s.toldDrain.Swap(true) {
-		seconds := uint32(max(grace, time.Second).Seconds()) //nolint:gosec // a grace period
+		seconds := uint32(max(grace.Round(time.Second), time.Second).Seconds()) //nolint:gosec // a grace period
 		s.post(message(typeDrain, "", &pb.Drain{GraceSeconds: seconds, Elsewhere: elsewhere}))
 	}
+}
+
+// tellEnds tells the peer, which has asked for a conn, that the conn is reset after left.
+func (s *session) tellEnds(topic string, left time.Duration) {
+	ms := uint32(max(left, 0).Milliseconds()) //nolint:gosec // a grace period
+	s.post(message(typeEnds, topic, &pb.Ends{LeftMs: ms}))
+}
+
+// connEnds handles the peer's message that a conn, for which this side has asked, is about to be reset.
+func (s *session) connEnds(m *tunnel.Message) error {
+	var e pb.Ends
+	if err := proto.Unmarshal(m.Data, &e); err != nil {
+		return fmt.Errorf("ends: %w", err)
+	}
+	if c, ok := s.lookup(m.Topic).(*conn.Conn); ok && c.Ends() != nil {
+		c.Ends().Begin(min(time.Duration(e.GetLeftMs())*time.Millisecond, tunnel.GracePeriod))
+	}
+	return nil
 }
 
 // idle returns a channel that is closed when no conn is left.

@@ -76,6 +76,7 @@ const (
 	typeRefused   = "refused"
 	typeCancel    = "cancel" // no protobuf: the topic names the conn or the open request
 	typeDrain     = "drain"
+	typeEnds      = "ends"
 	// typeCredential proves the edge's node again, with a new credential.
 	typeCredential = "credential"
 )

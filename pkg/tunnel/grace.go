@@ -23,19 +23,27 @@ type GraceEnd struct{ at atomic.Pointer[time.Time] }
 // Begin begins the grace period, which ends after d.
 func (g *GraceEnd) Begin(d time.Duration) { g.at.Store(new(time.Now().Add(d))) }
 
-// graceKey is the key under which a context of Grace holds its *GraceEnd. Splice looks it up.
+// time returns when the grace period ends; zero: it has not begun.
+func (g *GraceEnd) time() (at time.Time) {
+	if g == nil {
+		return at
+	}
+	if begun := g.at.Load(); begun != nil {
+		at = *begun
+	}
+	return at
+}
+
+// graceKey is the key under which a context holds its *GraceEnd. Splice looks it up.
 type graceKey struct{}
 
-// left returns how long the grace period still lasts. ok is false before it has begun.
-func (g *GraceEnd) left(now time.Time) (left time.Duration, ok bool) {
-	if g == nil {
-		return 0, false
+// WithGraceEnd returns a context for conns that somebody resets at end, if end begins: see Splice. Unlike the context
+// of Grace, it is not done then. end may be nil.
+func WithGraceEnd(ctx context.Context, end *GraceEnd) context.Context {
+	if end == nil {
+		return ctx
 	}
-	at := g.at.Load()
-	if at == nil {
-		return 0, false
-	}
-	return at.Sub(now), true
+	return context.WithValue(ctx, graceKey{}, end)
 }
 
 // Stopping is the cause of a context that ends some time after the process was asked to stop, at Since. The grace
@@ -68,7 +76,7 @@ func GraceFunc(
 	ctx context.Context, left func() time.Duration,
 ) (graced context.Context, cancel context.CancelFunc) {
 	end := new(GraceEnd)
-	graced, cancelCtx := context.WithCancel(context.WithValue(context.WithoutCancel(ctx), graceKey{}, end))
+	graced, cancelCtx := context.WithCancel(WithGraceEnd(context.WithoutCancel(ctx), end))
 	stop := context.AfterFunc(ctx, func() {
 		d := left()
 		end.Begin(d)

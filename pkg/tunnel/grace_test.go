@@ -15,11 +15,14 @@ type movingConn struct {
 	moved   atomic.Int64
 	pending bool // a request has no answer yet
 	ends    GraceEnd
+	told    chan time.Duration // gets what TellEnds is told; nil: TellEnds is not called
 }
 
 func (c *movingConn) Answered() (moved int64, ok bool) { return c.moved.Load(), !c.pending }
 
 func (c *movingConn) Ends() *GraceEnd { return &c.ends }
+
+func (c *movingConn) TellEnds(left time.Duration) { c.told <- left }
 
 // TestQuietEnd: in the last ten seconds of a grace period, a conn ends as soon as it has been silent for a
 // quarter of the time that is left. A conn that is never silent, or whose caller waits for an answer, ends
@@ -82,4 +85,68 @@ func TestQuietEnd(t *testing.T) {
 			})
 		})
 	}
+}
+
+// A conn also ends at a quiet moment before the process at the other end of the tunnel ends, and not if its caller
+// waits for an answer.
+func TestQuietEndOfPeer(t *testing.T) {
+	for _, pending := range []bool{false, true} {
+		synctest.Test(t, func(t *testing.T) {
+			ctx, cancel := context.WithCancel(t.Context())
+			defer cancel()
+			_, a := net.Pipe()
+			_, b := net.Pipe()
+			target := &movingConn{Conn: b, pending: pending}
+			done := splice(t, ctx, a, target)
+			time.Sleep(7 * time.Second) // Splice has looked once before
+			stopped := time.Now()
+			target.ends.Begin(GracePeriod)
+			select {
+			case <-done:
+				if took := time.Since(stopped); pending || took < 15*time.Second || took > 23*time.Second {
+					t.Errorf("pending: %t; the conn ended after %v", pending, took)
+				}
+			case <-time.After(2 * GracePeriod):
+				if !pending {
+					t.Error("the conn does not end")
+				}
+				cancel()
+				<-done
+			}
+		})
+	}
+}
+
+// A process that relays a conn does not end it when it is idle: bytes may be on their way to the caller. It tells the
+// process that has the caller, once for each time at which the conn is reset.
+func TestQuietEndIsPassedOn(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		daemon, stop := context.WithCancelCause(t.Context())
+		defer stop(nil)
+		ctx, cancel := Grace(daemon, GracePeriod)
+		defer cancel()
+		_, a := net.Pipe()
+		_, b := net.Pipe()
+		caller := &movingConn{Conn: a, told: make(chan time.Duration, 10)}
+		target := &movingConn{Conn: b}
+		done := splice(t, ctx, caller, target)
+		time.Sleep(7 * time.Second) // Splice has looked once before
+		stopped := time.Now()
+		told := func(want time.Duration) {
+			t.Helper()
+			left := <-caller.told
+			if at := time.Since(stopped) + left; at != want {
+				t.Errorf("the caller's end is told that the conn is reset after %v, want %v", at, want)
+			}
+		}
+		stop(Stopping{Since: stopped}) // this process
+		told(GracePeriod)
+		target.ends.Begin(9 * time.Second) // the other process, which ends earlier
+		told(time.Since(stopped) + 9*time.Second)
+		told(GracePeriod) // the other process should have reset the conn, and has not
+		<-done
+		if took := time.Since(stopped); took != GracePeriod || len(caller.told) != 0 {
+			t.Errorf("the conn ended after %v; the caller's end was told %d times more", took, len(caller.told))
+		}
+	})
 }

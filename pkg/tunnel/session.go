@@ -43,7 +43,7 @@ type Session struct {
 	// Sessions of edges do not set Leaving: they refuse dials by themselves.
 	Leaving atomic.Bool
 	Traffic Traffic
-	// Ends is when the peer, which is about to stop, resets the conns that are left. Set at the cloud only.
+	// Ends is when the peer, an edge that is about to stop, resets the conns that are left.
 	Ends GraceEnd
 	// CertificateEnds is when the node's certificate ends, in seconds since 1970. It is 0 if another proof than a
 	// certificate opened the session, and at the side that joined.

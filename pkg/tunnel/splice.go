@@ -30,9 +30,9 @@ const copySize = 32 << 10
 //   - when b takes no more bytes, Splice shuts down reading from a (CloseRead), and b's
 //     remaining bytes still reach a.
 //
-// If ctx ends first, Splice resets both. Before the end of a ctx that Grace has returned, it resets
-// them at a quiet moment if it can. If this process dies, the kernel resets both: see
-// ResetOnDeath. err says why a direction ended early; nil: both ended cleanly.
+// If ctx ends first, Splice resets both. If this process or that at the other end of the tunnel is about to stop, and
+// so to reset them, Splice resets them before, at a quiet moment: see watchdog.look. b is the target. If this process
+// dies, the kernel resets both: see ResetOnDeath. err says why a direction ended early; nil: both ended cleanly.
 func Splice(ctx context.Context, a, b net.Conn) (aToB, bToA int64, err error) {
 	resetBoth := func() {
 		Reset(a)
@@ -48,12 +48,12 @@ func Splice(ctx context.Context, a, b net.Conn) (aToB, bToA int64, err error) {
 
 	var errAB, errBA error
 	var wg sync.WaitGroup
-	end, _ := ctx.Value(graceKey{}).(*GraceEnd)
-	dog := &watchdog{resetBoth: resetBoth, end: end, target: answererOf(a, b)}
-	// Of a caller that is a conn of the tunnel itself, the kernel does not know which bytes are still on their way.
-	if t, ok := dog.target.(interface{ Ends() *GraceEnd }); ok && rawConn(a) != nil {
-		dog.peer = t.Ends()
+	dog := &watchdog{resetBoth: resetBoth}
+	dog.ends[0], _ = ctx.Value(graceKey{}).(*GraceEnd)
+	if target, ok := b.(tunnelled); ok {
+		dog.target, dog.ends[1] = target, target.Ends()
 	}
+	dog.caller, _ = a.(tunnelled)
 	ab, ba := newDirection(a, dog), newDirection(b, dog)
 	// A direction that waits for a silent source learns only by this callback that its
 	// destination takes no more bytes.
@@ -310,9 +310,9 @@ func isLost(err error) bool {
 // lookInterval.
 type watchdog struct {
 	resetBoth func()       // set once
-	end       *GraceEnd    // the end of ctx's grace period; nil: ctx is not from Grace; set once
-	peer      *GraceEnd    // the end of target's grace period; nil: it does not count; set once
-	target    answerer     // nil: neither conn is one of the tunnel; set once
+	caller    tunnelled    // nil: the caller's conn is not one of the tunnel; set once
+	target    tunnelled    // nil: the target's conn is not one of the tunnel; set once
+	ends      [2]*GraceEnd // when the conns are reset: by ctx, and as the other end of target has said; set once
 	both      []*direction // set by start, before any other call
 
 	mu       sync.Mutex  // guards the following and direction.srcLost
@@ -322,30 +322,27 @@ type watchdog struct {
 	doubted  bool        // expire has found no new reads, and looks once more
 	stopped  bool        // Splice is about to return
 
+	told       time.Time // the end that caller was told last
 	moved      int64     // the number that target.Answered returned last
 	quietSince time.Time // when look first saw moved; zero: look has not asked yet
 }
 
-// answerer is a conn of the tunnel. Answered returns a number that changes with each byte that the conn sends or
-// receives. ok is true if the last of them came from the target, and were handed on.
-type answerer interface{ Answered() (moved int64, ok bool) }
-
-// answererOf returns the conn of the tunnel; nil: neither conn is one.
-func answererOf(a, b net.Conn) answerer {
-	for _, c := range []net.Conn{b, a} {
-		if t, ok := c.(answerer); ok {
-			return t
-		}
-	}
-	return nil
+// tunnelled is a conn of the tunnel: its other end is in another process.
+type tunnelled interface {
+	// Answered returns a number that changes with each byte that the conn sends or receives. ok is true if the last
+	// of them came from the target, and were handed on.
+	Answered() (moved int64, ok bool)
+	// Ends is when the conn is reset, as the other end has said; nil: it never says so.
+	Ends() *GraceEnd
+	// TellEnds tells the other end, which has the caller, that the conn is reset after left.
+	TellEnds(left time.Duration)
 }
 
 func (w *watchdog) start(both ...*direction) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.both = both
-	quiet := w.target != nil && (w.end != nil || w.peer != nil)
-	if quiet || slices.ContainsFunc(both, func(d *direction) bool { return d.src != nil }) {
+	if w.target != nil || w.caller != nil || slices.ContainsFunc(both, func(d *direction) bool { return d.src != nil }) {
 		w.check = time.AfterFunc(lookInterval, w.look)
 	}
 }
@@ -361,23 +358,29 @@ func (w *watchdog) stop() {
 	}
 }
 
-// look asks the kernel whether either socket is lost. While this process stops, or that at the other end of the
-// tunnel, it also looks for a quiet moment. A conn ends now if its caller has all bytes of the target, and neither side
-// has sent a byte for a quarter of the time that is left. At the end of the grace period the conn would be reset
-// anyway, perhaps in the middle of an answer. Callers such as kube-apiserver keep conns for later requests, and pass
-// half of an answer on as if it were whole.
+// look asks the kernel whether either socket is lost. It also sees whether the conns are about to be reset, because a
+// process stops. Then it looks for a quiet moment, and ends the conns there: at the end of the grace period they would
+// be reset perhaps in the middle of an answer. Callers such as kube-apiserver keep conns for later requests, and pass
+// half of an answer on as if it were whole. If the caller's conn is one of the tunnel, the process at the other end of
+// it is told, and does the same: only where the caller's socket is, the kernel knows which bytes are on their way.
 func (w *watchdog) look() {
-	if w.lookAgain() {
+	tell, quiet := w.lookAgain()
+	if !tell.IsZero() {
+		w.caller.TellEnds(time.Until(tell))
+	}
+	if quiet {
 		w.resetBoth()
 	}
 }
 
-// lookAgain is look, but returns true instead of ending a quiet conn.
-func (w *watchdog) lookAgain() (quiet bool) {
+// lookAgain is look, but returns what is to be done. tell: tell the caller's end that the conns are reset then; zero: do
+// not. quiet: end the conns. Conns are quiet if the caller has all bytes of the target, and neither side has sent a byte
+// for a quarter of the time that is left.
+func (w *watchdog) lookAgain() (tell time.Time, quiet bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.stopped {
-		return false
+		return tell, false
 	}
 	for _, d := range w.both {
 		if d.src != nil && isLost(pendingError(d.src)) {
@@ -385,27 +388,32 @@ func (w *watchdog) lookAgain() (quiet bool) {
 		}
 	}
 	now, next := time.Now(), lookInterval
-	if left, ends := w.left(now); ends && left <= quietTime && w.target != nil {
+	switch at := w.endsAt(now); {
+	case at.IsZero():
+	case w.caller != nil:
+		if at != w.told {
+			w.told, tell = at, at
+		}
+	case w.target != nil && at.Sub(now) <= quietTime:
 		next = quietInterval
 		moved, answered := w.target.Answered()
 		if w.quietSince.IsZero() || moved != w.moved || !answered || w.inFlightLocked() {
 			w.moved, w.quietSince = moved, now
 		}
-		quiet = left > 0 && now.Sub(w.quietSince) >= left/4
+		quiet = now.Sub(w.quietSince) >= at.Sub(now)/4
 	}
 	w.check.Reset(next)
-	return quiet
+	return tell, quiet
 }
 
-// left returns how long the conn still has. ok is false if neither this process nor the one at the other end of the
-// tunnel is about to stop.
-func (w *watchdog) left(now time.Time) (left time.Duration, ok bool) {
-	for _, end := range []*GraceEnd{w.end, w.peer} {
-		if l, begun := end.left(now); begun && (!ok || l < left) {
-			left, ok = l, true
+// endsAt returns when the conns are reset; zero: no process is about to stop, or it should have reset them already.
+func (w *watchdog) endsAt(now time.Time) (first time.Time) {
+	for _, end := range w.ends {
+		if at := end.time(); at.After(now) && (first.IsZero() || at.Before(first)) {
+			first = at
 		}
 	}
-	return left, ok
+	return first
 }
 
 // inFlightLocked reports whether bytes of either socket are on their way, such as a request for which this process has

@@ -45,7 +45,7 @@ func TestRollingRestart(t *testing.T) {
 		ended := f.startLong(i, long)
 		since := time.Now()
 		f.terminate(r)
-		took := f.exits(r)
+		took := f.exits(&r.Member)
 		for range cap(ended) {
 			if err := <-ended; err != nil {
 				t.Errorf("a transfer that ran when %s was stopped: %v", r.Name, err)
@@ -113,7 +113,7 @@ func TestDrainCommand(t *testing.T) {
 		t.Error("the drained replica has ended")
 	}
 	f.terminate(r)
-	f.exits(r)
+	f.exits(&r.Member)
 	f.sessions(len(f.nodes))
 }
 
@@ -181,22 +181,22 @@ func (f *fleet) terminate(r *rig.Replica) {
 	})
 }
 
-// exitWithin is from SIGTERM to the end of a replica.
+// exitWithin is from SIGTERM to the end of a process.
 const exitWithin = 30 * time.Second
 
 // exits waits until a replica that was told to has ended, and returns how long that took.
-func (f *fleet) exits(r *rig.Replica) time.Duration {
+func (f *fleet) exits(m *rig.Member) time.Duration {
 	f.t.Helper()
-	p, since := f.process(&r.Member), time.Now()
+	p, since := f.process(m), time.Now()
 	select {
 	case <-p.Done():
 		if p.ExitCode() != 0 {
-			f.t.Errorf("%s has ended with exit code %d, want 0", r.Name, p.ExitCode())
+			f.t.Errorf("%s has ended with exit code %d, want 0", m.Name, p.ExitCode())
 		}
 	case <-time.After(exitWithin):
-		f.t.Fatalf("%s has not ended within %s", r.Name, exitWithin)
+		f.t.Fatalf("%s has not ended within %s", m.Name, exitWithin)
 	}
-	f.forget(&r.Member)
+	f.forget(m)
 	return time.Since(since)
 }
 
@@ -215,22 +215,43 @@ func TestIdleConnsLetAReplicaStop(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer passed.Close()
-	for _, r := range []*rig.Replica{stops, stays} { // by the second one, the conn is relayed
-		c, err := net.Dial("tcp", r.Door(door(node, "echo")))
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer c.Close()
-		if _, err := io.WriteString(c, "x"); err != nil {
-			t.Fatal(err)
-		}
-		if _, err := io.ReadFull(c, make([]byte, 1)); err != nil {
-			t.Fatal(err)
-		}
-	}
+	f.echoes(stops, node)
+	f.echoes(stays, node) // relayed
 	f.terminate(stops)
-	if took := f.exits(stops); took >= tunnel.GracePeriod-time.Second {
+	if took := f.exits(&stops.Member); took >= tunnel.GracePeriod-time.Second {
 		t.Errorf("the replica ended %v after SIGTERM: it has waited for connections that nobody used", took)
 	}
 	f.start(&stops.Member)
+}
+
+// TestIdleConnsLetAnEdgeStop: the same for an edge, also for a conn that another replica relays.
+func TestIdleConnsLetAnEdgeStop(t *testing.T) {
+	beside(t)
+	f := newFleet(t, size{replicas: local(2), edges: 1})
+	for _, r := range f.Replicas {
+		f.echoes(r, f.nodes[0])
+	}
+	if err := f.process(f.edges[0]).Signal(syscall.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
+	if took := f.exits(f.edges[0]); took >= tunnel.GracePeriod-time.Second {
+		t.Errorf("the edge ended %v after SIGTERM: it has waited for connections that nobody used", took)
+	}
+	f.start(f.edges[0])
+}
+
+// echoes opens a connection to a node through a replica, sends a byte, and gets it back. The connection stays open.
+func (f *fleet) echoes(r *rig.Replica, node string) {
+	f.t.Helper()
+	c, err := net.Dial("tcp", r.Door(door(node, "echo")))
+	if err != nil {
+		f.t.Fatal(err)
+	}
+	f.t.Cleanup(func() { c.Close() })
+	if _, err := io.WriteString(c, "x"); err != nil {
+		f.t.Fatal(err)
+	}
+	if _, err := io.ReadFull(c, make([]byte, 1)); err != nil {
+		f.t.Fatal(err)
+	}
 }

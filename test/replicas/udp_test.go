@@ -179,7 +179,7 @@ func TestUDPWhileAReplicaStops(t *testing.T) {
 	asking.Go(func() { asks(old, "through the replica that stops") })
 	asking.Go(func() { asks(other, "through the other replica") })
 	asking.Wait()
-	took := f.exits(stops) // both flows are idle now, or the grace period ends the relayed one
+	took := f.exits(&stops.Member) // both flows are idle now, or the grace period ends the relayed one
 	t.Logf("the replica has ended %v after the last answer", took.Round(time.Millisecond))
 	other.answered(t, backWithin, "the target answers through the other replica")
 	if err := old.ask(poll); err == nil {

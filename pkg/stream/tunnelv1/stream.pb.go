@@ -1127,6 +1127,52 @@ func (x *Drain) GetElsewhere() bool {
 	return false
 }
 
+// Ends says that the sender, or a process behind it, resets a conn, whose topic is that of the message
+// (type "ends"). The receiver has asked for the conn, and ends it before, when it is idle.
+type Ends struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	LeftMs        uint32                 `protobuf:"varint,1,opt,name=left_ms,json=leftMs,proto3" json:"left_ms,omitempty"` // the time until then
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Ends) Reset() {
+	*x = Ends{}
+	mi := &file_stream_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Ends) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Ends) ProtoMessage() {}
+
+func (x *Ends) ProtoReflect() protoreflect.Message {
+	mi := &file_stream_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Ends.ProtoReflect.Descriptor instead.
+func (*Ends) Descriptor() ([]byte, []int) {
+	return file_stream_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *Ends) GetLeftMs() uint32 {
+	if x != nil {
+		return x.LeftMs
+	}
+	return 0
+}
+
 var File_stream_proto protoreflect.FileDescriptor
 
 const file_stream_proto_rawDesc = "" +
@@ -1207,7 +1253,9 @@ const file_stream_proto_rawDesc = "" +
 	"\x04text\x18\x02 \x01(\tR\x04text\"J\n" +
 	"\x05Drain\x12#\n" +
 	"\rgrace_seconds\x18\x01 \x01(\rR\fgraceSeconds\x12\x1c\n" +
-	"\telsewhere\x18\x02 \x01(\bR\telsewhere*\xe0\x01\n" +
+	"\telsewhere\x18\x02 \x01(\bR\telsewhere\"\x1f\n" +
+	"\x04Ends\x12\x17\n" +
+	"\aleft_ms\x18\x01 \x01(\rR\x06leftMs*\xe0\x01\n" +
 	"\x04Code\x12\x14\n" +
 	"\x10CODE_UNSPECIFIED\x10\x00\x12\x0f\n" +
 	"\vCODE_DENIED\x10\x01\x12\x10\n" +
@@ -1241,7 +1289,7 @@ func file_stream_proto_rawDescGZIP() []byte {
 }
 
 var file_stream_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_stream_proto_msgTypes = make([]protoimpl.MessageInfo, 15)
+var file_stream_proto_msgTypes = make([]protoimpl.MessageInfo, 16)
 var file_stream_proto_goTypes = []any{
 	(Code)(0),            // 0: tunnel.v1.Code
 	(*SignRequest)(nil),  // 1: tunnel.v1.SignRequest
@@ -1259,6 +1307,7 @@ var file_stream_proto_goTypes = []any{
 	(*Replicas)(nil),     // 13: tunnel.v1.Replicas
 	(*Refused)(nil),      // 14: tunnel.v1.Refused
 	(*Drain)(nil),        // 15: tunnel.v1.Drain
+	(*Ends)(nil),         // 16: tunnel.v1.Ends
 }
 var file_stream_proto_depIdxs = []int32{
 	6,  // 0: tunnel.v1.Hello.replica:type_name -> tunnel.v1.Replica
@@ -1290,7 +1339,7 @@ func file_stream_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_stream_proto_rawDesc), len(file_stream_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   15,
+			NumMessages:   16,
 			NumExtensions: 0,
 			NumServices:   2,
 		},
