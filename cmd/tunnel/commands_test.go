@@ -85,8 +85,8 @@ func TestDocuments(t *testing.T) {
 	} {
 		var out bytes.Buffer
 		output := outputFlag{form: form}
-		done, err := output.encode(&out, drained{"cloud", 1})
-		again, errAgain := output.encodeLine(&out, drained{"edge", 0})
+		done, err := output.encode(&out, drained{Mode: "cloud", Conns: 1})
+		again, errAgain := output.encodeLine(&out, drained{Mode: "edge"})
 		if out.String() != want || err != nil || errAgain != nil || done != (want != "") || again != done {
 			t.Errorf("-o %s: %q, %v, %v; want %q", form, out.String(), err, errAgain, want)
 		}

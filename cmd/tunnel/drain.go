@@ -20,6 +20,7 @@ import (
 type drained struct {
 	Mode  string `json:"mode"`  // "cloud" or "edge"
 	Conns int64  `json:"conns"` // how many conns are still open
+	Nodes int    `json:"nodes"` // how many nodes have no session with another replica of a cloud
 }
 
 // errDrained is the reason for which /readyz fails after tunnel drain.
@@ -58,7 +59,11 @@ func (r *restarter) drain(ctx context.Context, stops bool) (*drained, error) {
 			r.daemon.log.Info("drained: no new conn is accepted")
 		}
 	}
-	return &drained{r.daemon.mode, r.daemon.conns()}, nil
+	done := &drained{Mode: r.daemon.mode, Conns: r.daemon.conns()}
+	if r.edges != nil && !stops {
+		done.Nodes = r.edges.Unmoved()
+	}
+	return done, nil
 }
 
 // drainCheck is the line of /readyz after a drain.
@@ -110,7 +115,11 @@ the configuration names no admin socket.`,
 				if encoded, err := output.encode(cmd.OutOrStdout(), done); encoded {
 					return err
 				}
-				_, err := fmt.Fprintf(cmd.OutOrStdout(), "%s: drained; %d conns go on\n", name, done.Conns)
+				more := ""
+				if done.Nodes > 0 {
+					more = fmt.Sprintf("; %d nodes have no other replica yet, and are reached through this one", done.Nodes)
+				}
+				_, err := fmt.Fprintf(cmd.OutOrStdout(), "%s: drained; %d conns go on%s\n", name, done.Conns, more)
 				return err
 			})
 		},

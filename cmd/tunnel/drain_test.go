@@ -35,7 +35,7 @@ func TestDrainOfSite(t *testing.T) {
 	}
 	for range 2 {
 		got, err := r.drain(t.Context(), false)
-		if err != nil || *got != (drained{"edge", 15}) || site.drained != 1 {
+		if err != nil || *got != (drained{Mode: "edge", Conns: 15}) || site.drained != 1 {
 			t.Errorf("drain says %+v, %v; the site was drained %d times", got, err, site.drained)
 		}
 	}

@@ -431,6 +431,9 @@ func TestLeaveLosesNothing(t *testing.T) {
 	r.eventually("edge1 is at the first replica, and the second knows it", func() bool {
 		return all[0].dir.Holds("edge1") && r.peers.Holds("edge1") && !r.dir.Holds("edge1")
 	})
+	if n := all[0].server.Unmoved(); n != 1 {
+		t.Errorf("%d nodes have the first replica alone, want 1", n)
+	}
 	c, far := r.pair("edge1")
 	stopped := make(chan struct{})
 	go func() {
@@ -453,7 +456,7 @@ func TestLeaveLosesNothing(t *testing.T) {
 	target := testkit.Serve(t, func(c *net.TCPConn) { io.WriteString(c, "hello") })
 	asked := 0
 	for moved := false; !moved || asked < 20; asked++ {
-		moved = r.dir.Holds("edge1")
+		moved = r.dir.Holds("edge1") && all[0].server.Unmoved() == 0
 		c, err := r.dial("edge1", target)
 		if err != nil {
 			t.Fatalf("request %d: %v", asked, err)

@@ -386,6 +386,16 @@ func (s *Server) Leave(ctx context.Context) {
 	}
 }
 
+// Unmoved returns how many edges have a session with this replica, and with no other one that continues.
+func (s *Server) Unmoved() int {
+	if s.cfg.Replicas == nil {
+		return len(s.allLive())
+	}
+	now, cancel := context.WithCancel(context.Background())
+	cancel()
+	return s.cfg.Replicas.NodesMoved(now)
+}
+
 // sleep waits for d. It returns false if ctx is done before.
 func sleep(ctx context.Context, d time.Duration) bool {
 	select {
