@@ -507,6 +507,26 @@ func TestCloseDuringRead(t *testing.T) {
 	})
 }
 
+// Bytes that a close has discarded do not become a clean end for a Read that runs while its own side closes.
+func TestCloseDiscardsBeforeFin(t *testing.T) {
+	for range 100 {
+		p := newFakeConns()
+		p.call.up <- []byte{keyData, 1, '1'} // fills the reader's queue
+		p.cloud.startReceiver()
+		testkit.Eventually(t, "the first chunk waits for a Read", func() bool { return len(p.cloud.in.queue) == 1 })
+		p.call.up <- []byte{keyData, 1, '2', keyFin, 1}
+		testkit.Eventually(t, "the second is in the receiver's hands", func() bool { return len(p.call.up) == 0 })
+		p.cloud.Close()
+		for range p.cloud.in.queue { // until the receiver closes it
+		}
+		if err := p.cloud.endOfInput(); !errors.Is(err, net.ErrClosed) {
+			t.Fatalf("Read returns %v", err)
+		}
+		p.edge.Close()
+		testkit.Eventually(t, "nothing is left", func() bool { return p.gone.Load() == 2 })
+	}
+}
+
 // halves is a target whose directions end by themselves and which must not be reset.
 type halves struct {
 	net.Conn // nil

@@ -86,16 +86,17 @@ func (c *Conn) take(p []byte) (n int) {
 	return n
 }
 
-// endOfInput is the error of a Read when no byte will come any more: io.EOF after fin, net.ErrClosed if this side
-// has closed since the Read began, else a reset.
+// endOfInput is the error of a Read when no byte will come any more: net.ErrClosed if this side has closed since the
+// Read began, io.EOF after fin, else a reset. After a close, the receiver discards bytes, so a fin behind them is no
+// clean end.
 func (c *Conn) endOfInput() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	switch {
-	case c.in.finGot:
-		return io.EOF
 	case tunnel.IsClosed(c.in.done):
 		return c.opError("read", net.ErrClosed)
+	case c.in.finGot:
+		return io.EOF
 	}
 	return c.opError("read", tunnel.ErrReset)
 }
