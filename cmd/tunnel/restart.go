@@ -301,6 +301,10 @@ func (r *restarter) restart(ctx context.Context) (*restarted, error) {
 		if ok && failure.Configuration {
 			return nil, failure
 		}
+		if old := r.daemon.notReady(); old != nil {
+			return nil, conflictf("%w; the old process continues, and is not ready either (%w): stop it and start it again",
+				err, old)
+		}
 		return nil, notStartedError{fmt.Errorf("%w; the old process serves as before", err)}
 	}
 	next.Release()

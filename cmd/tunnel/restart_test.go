@@ -17,11 +17,12 @@ import (
 )
 
 // An upgrade of a package restarts a service that tunnel restart cannot ask. A service whose configuration has a
-// problem goes on with the old program.
+// problem, or whose new program does not start, goes on with the old program.
 func TestPackagesRestart(t *testing.T) {
 	if runtime.GOOS != "linux" {
 		t.Skip("packages are for Linux")
 	}
+	const exits4 = "# the new process has failed\n"
 	const edge = "[mode.edge.stream.client]\nservername = \"a:9000\"\n"
 	for name, tc := range map[string]struct {
 		cloud string // cloud.toml; "": there is none
@@ -33,6 +34,7 @@ func TestPackagesRestart(t *testing.T) {
 		"no file":                {"", "try-restart tunnel-cloud.service\n"},
 		"another mode":           {edge, "try-restart tunnel-cloud.service\n"},
 		"a broken file":          {"x =\n", ""},
+		"the new program fails":  {exits4, ""},
 	} {
 		for script, args := range map[string][]string{"deb/postinst": {"configure", "1.0"}, "rpm/post": {"2"}} {
 			t.Run(name+" "+filepath.Dir(script), func(t *testing.T) {
@@ -47,7 +49,11 @@ func TestPackagesRestart(t *testing.T) {
 				}
 				write("systemctl", "#!/bin/sh\ncase $* in\n*is-active*edge*) exit 3;;\n"+
 					"try-restart*) echo \"$*\" >>"+dir+"/did;;\nesac\n")
-				write("tunnel", "#!/bin/sh\n"+runMain+"=1 exec "+os.Args[0]+" \"$@\"\n")
+				if tc.cloud == exits4 {
+					write("tunnel", "#!/bin/sh\nexit 4\n")
+				} else {
+					write("tunnel", "#!/bin/sh\n"+runMain+"=1 exec "+os.Args[0]+" \"$@\"\n")
+				}
 				text, err := os.ReadFile(filepath.Join("../../deployment/packages", script))
 				if err != nil {
 					t.Fatal(err)

@@ -77,10 +77,10 @@ type Conn struct {
 	remote   Addr
 	gone     func() // see Config.Gone
 
-	// See Answered.
-	moved    atomic.Int64
-	answered atomic.Bool
-	unsent   atomic.Int32
+	// For Answered.
+	moved    atomic.Int64 // grows with each byte
+	answered atomic.Bool  // WriteTo has written the last bytes, and they came from the other side
+	unsent   atomic.Int32 // calls that have bytes to send
 
 	over chan struct{} // closed when the conn is to end, or has ended; then err is set
 	out  sendHalf
@@ -172,10 +172,11 @@ func (c *Conn) LocalAddr() net.Addr  { return c.local }
 func (c *Conn) RemoteAddr() net.Addr { return c.remote }
 
 // Answered reports whether the last bytes of the conn came from the other side, and WriteTo has written
-// them. If so, the target has probably answered all that the caller has sent. moved changes with each byte of
-// either direction. At the end that has the target, Answered always returns false.
+// them, and no bytes of this side wait to be sent. If so, the target has probably answered all that the caller has
+// sent. moved changes with each byte of either direction. At the end that has the target, ok is always false.
 func (c *Conn) Answered() (moved int64, ok bool) {
-	return c.moved.Load(), c.answered.Load() && c.unsent.Load() == 0
+	// A send first resets answered, and then unsent: so unsent is read first.
+	return c.moved.Load(), c.unsent.Load() == 0 && c.answered.Load()
 }
 
 // moves notes n bytes of either direction, for Answered. The order matters to WriteTo.

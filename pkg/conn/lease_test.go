@@ -113,6 +113,7 @@ func TestRequestThatWaitsIsNotAnswered(t *testing.T) {
 	if _, ok := f.cloud.Answered(); ok {
 		t.Error("a request that waits counts as answered")
 	}
+	time.Sleep(longSend)
 	close(late.goOn)
 	if err := <-sent; err != nil {
 		t.Error(err)

@@ -187,9 +187,16 @@ func (c *Conn) sendPending() (sent bool, err error) {
 	return true, c.send(o)
 }
 
+// longSend is how long SendMsg takes at least if the chunk has waited for flow control.
+const longSend = 10 * time.Millisecond
+
 // send sends one chunk. It waits while the other side's window is full. An error says that the conn has
 // ended; the receiver learns the reason from way.RecvMsg. The caller holds sendMu.
 func (c *Conn) send(o *outgoing) error {
+	if o.n > 0 {
+		c.moves(o.n)
+	}
+	began := time.Now()
 	o.pool = &c.out.flow
 	c.out.flow.add()
 	if err := c.way.SendMsg(o); err != nil {
@@ -199,8 +206,8 @@ func (c *Conn) send(o *outgoing) error {
 		}
 		return c.writeError()
 	}
-	if o.n > 0 {
-		c.moves(o.n) // an answer that came while these bytes waited was none to them
+	if o.n > 0 && time.Since(began) >= longSend {
+		c.moves(o.n) // an answer that came meanwhile was probably none to these bytes
 	}
 	c.counters.BytesSent.Add(uint64(o.n))
 	c.traffic.Send(o.n)

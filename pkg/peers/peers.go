@@ -104,7 +104,7 @@ type Peers struct {
 	counters *tunnel.Counters
 	log      *slog.Logger
 	left     chan struct{}   // closed when this replica is about to stop
-	ends     tunnel.GraceEnd // when Run resets the conns that this replica relays
+	ends     tunnel.GraceEnd // when this replica stops, and so resets the conns that it relays
 
 	mu       sync.Mutex                 // guards the fields below
 	replicas map[string]*replica        // by id: the replicas that have joined here, or were lost a moment ago

@@ -933,13 +933,15 @@ func TestReachEndsAtAQuietMoment(t *testing.T) {
 		near     bool // the cloud itself has the target
 		waits    bool // the last bytes are a request
 		leaves   bool // the cloud leaves before it stops, for as long as it may
+		data     bool // the conn goes by a data connection
 		earliest time.Duration
 		latest   time.Duration
 	}{
-		"an answered request":                            {false, false, false, 15 * time.Second, 23 * time.Second},
-		"an answered request, and the edges do not move": {false, false, true, 15 * time.Second, 23 * time.Second},
-		"a request that waits":                           {false, true, false, 25 * time.Second, 25 * time.Second},
-		"a request that waits for the cloud's side":      {true, true, false, 25 * time.Second, 25 * time.Second},
+		"an answered request":                            {false, false, false, false, 15 * time.Second, 23 * time.Second},
+		"an answered request, by a data connection":      {false, false, false, true, 15 * time.Second, 23 * time.Second},
+		"an answered request, and the edges do not move": {false, false, true, false, 15 * time.Second, 23 * time.Second},
+		"a request that waits":                           {false, true, false, false, 25 * time.Second, 25 * time.Second},
+		"a request that waits for the cloud's side":      {true, true, false, false, 25 * time.Second, 25 * time.Second},
 	} {
 		t.Run(name, func(t *testing.T) {
 			var target net.Conn
@@ -949,10 +951,19 @@ func TestReachEndsAtAQuietMoment(t *testing.T) {
 				defer far.Close()
 				target, dir = near, r.dir
 				r.join("edge2", func(context.Context, tunnel.Request) (net.Conn, error) { return target, nil })
+				if test.data {
+					r.spares = 8 // half of them are for conns that stay, and half of these for conns that pods can cause
+				}
 				e := r.join("edge1", direct)
+				if test.data {
+					r.haveSpare("edge1")
+				}
 				reached, err := e.client.Reach(t.Context(), "target")
 				if err != nil {
 					t.Fatal(err)
+				}
+				if data := e.client.Session().Link.(*edgeSession).byData(reached); data != test.data {
+					t.Fatalf("the conn goes by a data connection: %t, want %t", data, test.data)
 				}
 				c, a := net.Pipe()
 				defer c.Close()

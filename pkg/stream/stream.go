@@ -198,7 +198,7 @@ const (
 	// maxHeaderList bounds the metadata of an answer, in bytes.
 	maxHeaderList = 16 << 10
 	// outboxSize and outboxPerConn bound how many control messages may wait for the peer. A conn
-	// needs an open and a cancel, and its successor may follow at once. A peer that lets more
+	// needs an open, the message that it ends and a cancel, and its successor may follow at once. A peer that lets more
 	// messages wait does not read, so its session ends.
 	outboxSize    = 256
 	outboxPerConn = 4

@@ -50,10 +50,11 @@ func Splice(ctx context.Context, a, b net.Conn) (aToB, bToA int64, err error) {
 	var wg sync.WaitGroup
 	dog := &watchdog{resetBoth: resetBoth}
 	dog.ends[0], _ = ctx.Value(graceKey{}).(*GraceEnd)
-	if target, ok := b.(tunnelled); ok {
-		dog.target, dog.ends[1] = target, target.Ends()
+	dog.target, _ = b.(answerer)
+	if target, ok := b.(interface{ Ends() *GraceEnd }); ok {
+		dog.ends[1] = target.Ends()
 	}
-	dog.caller, _ = a.(tunnelled)
+	dog.caller, _ = a.(endsTeller)
 	ab, ba := newDirection(a, dog), newDirection(b, dog)
 	// A direction that waits for a silent source learns only by this callback that its
 	// destination takes no more bytes.
@@ -310,9 +311,9 @@ func isLost(err error) bool {
 // lookInterval.
 type watchdog struct {
 	resetBoth func()       // set once
-	caller    tunnelled    // nil: the caller's conn is not one of the tunnel; set once
-	target    tunnelled    // nil: the target's conn is not one of the tunnel; set once
-	ends      [2]*GraceEnd // when the conns are reset: by ctx, and as the other end of target has said; set once
+	caller    endsTeller   // nil: the caller's conn is not one of the tunnel; set once
+	target    answerer     // nil: the target's conn is not one of the tunnel; set once
+	ends      [2]*GraceEnd // when this process and that at the other end of target reset the conns; set once
 	both      []*direction // set by start, before any other call
 
 	mu       sync.Mutex  // guards the following and direction.srcLost
@@ -327,16 +328,14 @@ type watchdog struct {
 	quietSince time.Time // when look first saw moved; zero: look has not asked yet
 }
 
-// tunnelled is a conn of the tunnel: its other end is in another process.
-type tunnelled interface {
-	// Answered returns a number that changes with each byte that the conn sends or receives. ok is true if the last
-	// of them came from the target, and were handed on.
-	Answered() (moved int64, ok bool)
-	// Ends is when the conn is reset, as the other end has said; nil: it never says so.
-	Ends() *GraceEnd
-	// TellEnds tells the other end, which has the caller, that the conn is reset after left.
-	TellEnds(left time.Duration)
-}
+// answerer is a conn of the tunnel to the target. Answered returns a number that changes with each byte that the conn
+// sends or receives. ok is true if the last of them came from the target, and were handed on. Such a conn may have a
+// method Ends: when the process at its other end resets it, as that process has said; nil: it never says so.
+type answerer interface{ Answered() (moved int64, ok bool) }
+
+// endsTeller is a conn of the tunnel whose other end has the caller. TellEnds tells the other end that the conn is
+// reset after left.
+type endsTeller interface{ TellEnds(left time.Duration) }
 
 func (w *watchdog) start(both ...*direction) {
 	w.mu.Lock()
@@ -362,7 +361,8 @@ func (w *watchdog) stop() {
 // process stops. Then it looks for a quiet moment, and ends the conns there: at the end of the grace period they would
 // be reset perhaps in the middle of an answer. Callers such as kube-apiserver keep conns for later requests, and pass
 // half of an answer on as if it were whole. If the caller's conn is one of the tunnel, the process at the other end of
-// it is told, and does the same: only where the caller's socket is, the kernel knows which bytes are on their way.
+// it is told, and does the same: only where the caller's socket is, the kernel knows which bytes are on their way. Each
+// process looks every lookInterval, so over several processes a conn may learn too late, and is reset at the end.
 func (w *watchdog) look() {
 	tell, quiet := w.lookAgain()
 	if !tell.IsZero() {
@@ -373,9 +373,9 @@ func (w *watchdog) look() {
 	}
 }
 
-// lookAgain is look, but returns what is to be done. tell: tell the caller's end that the conns are reset then; zero: do
-// not. quiet: end the conns. Conns are quiet if the caller has all bytes of the target, and neither side has sent a byte
-// for a quarter of the time that is left.
+// lookAgain is look, but returns what is to be done. tell: tell the caller's end that the conns are reset at that time;
+// zero: do not. quiet: end the conns. Conns are quiet if the caller has all bytes of the target, and neither side has
+// sent a byte for a quarter of the time that is left.
 func (w *watchdog) lookAgain() (tell time.Time, quiet bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -396,8 +396,9 @@ func (w *watchdog) lookAgain() (tell time.Time, quiet bool) {
 		}
 	case w.target != nil && at.Sub(now) <= quietTime:
 		next = quietInterval
+		inFlight := w.inFlightLocked() // first: bytes that leave the kernel now are seen by Answered
 		moved, answered := w.target.Answered()
-		if w.quietSince.IsZero() || moved != w.moved || !answered || w.inFlightLocked() {
+		if inFlight || w.quietSince.IsZero() || moved != w.moved || !answered {
 			w.moved, w.quietSince = moved, now
 		}
 		quiet = now.Sub(w.quietSince) >= at.Sub(now)/4

@@ -418,6 +418,16 @@ func TestRestartStopped(t *testing.T) {
 	p.cloud = nil
 }
 
+// TestRestartOfAnEdgeThatIsAway: without a session, the new process of an edge is not ready. By the exit code, a package
+// then has systemd restart the service.
+func TestRestartOfAnEdgeThatIsAway(t *testing.T) {
+	t.Parallel()
+	p, _ := newRestartPair(t)
+	p.cloud.Kill()
+	p.cloud = nil
+	p.wantCommand(1, []string{"the old process continues, and is not ready either"}, "edge", "restart")
+}
+
 // TestRestartUnderSystemd: systemd hears of readiness, and of the new main process.
 func TestRestartUnderSystemd(t *testing.T) {
 	t.Parallel()
