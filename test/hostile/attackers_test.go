@@ -177,6 +177,7 @@ func (a attack) repeat(ctx context.Context, v *victim, as string, say func(strin
 	for ctx.Err() == nil {
 		answer := a.offend(ctx, v, as)
 		switch {
+		case answer == tooOften:
 		case ctx.Err() == nil:
 			say(answer)
 		case slices.Contains(a.answers, "endured"): // else it was cut short by us

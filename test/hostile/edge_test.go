@@ -157,10 +157,16 @@ func (e *evil) want(typ string) (*pb.StreamMsg, error) {
 	}
 }
 
+// tooOften is the answer to a join by which an attack has not even begun: its node has joined too often.
+const tooOften = "joined too often"
+
 // code says what an attack was answered with.
 func code(err error) string {
 	if err == nil {
 		return "endured"
+	}
+	if status.Code(err) == codes.ResourceExhausted && strings.Contains(err.Error(), "has joined more than") {
+		return tooOften
 	}
 	if status.Code(err) == codes.Unknown {
 		return err.Error()
