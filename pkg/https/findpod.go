@@ -118,14 +118,13 @@ func (f *finder) timeoutFor(n tunnel.NodeName) time.Duration {
 	return probeTimeout
 }
 
-// recordAnswer records whether node n has answered. It reports whether n may have a pod that
-// another node claims, because it has been silent for less than maxSilence.
-func (f *finder) recordAnswer(n tunnel.NodeName, answered bool) (mayHave bool) {
+// recordAnswer records whether node n has answered.
+func (f *finder) recordAnswer(n tunnel.NodeName, answered bool) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if answered {
 		delete(f.silent, n)
-		return false
+		return
 	}
 	now := time.Now()
 	s, silent := f.silent[n]
@@ -137,7 +136,15 @@ func (f *finder) recordAnswer(n tunnel.NodeName, answered bool) (mayHave bool) {
 		f.silent = make(map[tunnel.NodeName]silence)
 	}
 	f.silent[n] = s
-	return now.Sub(s.since) < maxSilence
+}
+
+// mayHave reports whether node n, which has not answered, may have a pod that another node claims: n has been silent
+// for less than maxSilence.
+func (f *finder) mayHave(n tunnel.NodeName) bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	s, silent := f.silent[n]
+	return !silent || time.Since(s.last) > silenceKept || time.Since(s.since) < maxSilence
 }
 
 // prune forgets the silence of nodes that are not connected.
@@ -327,7 +334,10 @@ func (p *proxy) probeAll(ctx context.Context, nodes []tunnel.NodeName, ref podRe
 				s.unanswered++
 				s.timedOut = s.timedOut || errors.Is(err, context.DeadlineExceeded) ||
 					tunnel.CodeOf(err) == tunnel.Timeout
-				if p.finder.recordAnswer(n, false) {
+				if ctx.Err() == nil { // else the search has ended, and n has had less than its time
+					p.finder.recordAnswer(n, false)
+				}
+				if p.finder.mayHave(n) {
 					s.mayHave = append(s.mayHave, n)
 				}
 			}

@@ -272,6 +272,14 @@ func TestNodesNotAskedInTime(t *testing.T) {
 			}
 		}
 		want("none", "(129 asked, 128 did not answer, 384 were not asked in time)")
+		for n, want := range map[tunnel.NodeName]time.Duration{
+			"slow000": silentProbeTimeout, // has had its time
+			"slow100": probeTimeout,       // was asked for the last second of the search
+		} {
+			if got := p.finder.timeoutFor(n); got != want {
+				t.Errorf("%s has %v for the next answer, want %v", n, got, want)
+			}
+		}
 		want("one", "node 0good claims pod ns/one, but node slow000 has not answered")
 		for n := range k.silent { // make them silent for long
 			p.finder.recordAnswer(n, false)
