@@ -418,8 +418,8 @@ func TestRestartStopped(t *testing.T) {
 	p.cloud = nil
 }
 
-// TestRestartOfAnEdgeThatIsAway: without a session, the new process of an edge is not ready. By the exit code, a package
-// then has systemd restart the service.
+// TestRestartOfAnEdgeThatIsAway: without a session, the new process of an edge is not ready. By the exit code, a
+// package then has systemd restart the service.
 func TestRestartOfAnEdgeThatIsAway(t *testing.T) {
 	t.Parallel()
 	p, _ := newRestartPair(t)
