@@ -30,7 +30,7 @@ var errDrained = errors.New("drained by tunnel drain")
 // opens. Open conns go on. If stops is set, the caller stops the process afterwards.
 func (r *restarter) drain(ctx context.Context, stops bool) (*drained, error) {
 	if !r.reloader.mu.TryLock() {
-		return nil, conflictf("a reload or a restart is under way: try again")
+		return nil, conflictf("a reload, a restart or a drain is under way: try again")
 	}
 	defer r.reloader.mu.Unlock()
 	switch {

@@ -243,7 +243,7 @@ func (r *restarter) handle(all map[string]http.Handler) {
 // serves as before. Otherwise the caller must stop this process.
 func (r *restarter) restart(ctx context.Context) (*restarted, error) {
 	if !r.reloader.mu.TryLock() {
-		return nil, conflictf("a reload or a restart is under way: try again")
+		return nil, conflictf("a reload, a restart or a drain is under way: try again")
 	}
 	defer r.reloader.mu.Unlock()
 	r.running.Lock()

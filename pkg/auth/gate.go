@@ -52,6 +52,7 @@ type Gate struct {
 	// grants are the live grants. admit adds one; recheck, recheckCA and the end of the
 	// session's context remove it.
 	grants map[*grant]struct{}
+	idle   func() // called when no grant is left, once Run's context is done; nil: before
 }
 
 var (
@@ -91,10 +92,19 @@ func NewGate(cfg GateConfig) *Gate {
 // Name implements tunnel.Module.
 func (*Gate) Name() string { return "auth" }
 
-// Run follows the token file, the nodes of Kubernetes and the node CA until ctx is done. It ends
-// each grant that is no longer good after a change.
+// Run follows the token file, the nodes of Kubernetes and the node CA until ctx is done and no grant is left: a
+// session that goes on while the process drains can be revoked, too. Run ends each grant that is no longer good after a
+// change.
 func (g *Gate) Run(ctx context.Context) error {
-	children, ctx := errgroup.WithContext(ctx)
+	lasts, end := context.WithCancel(context.WithoutCancel(ctx))
+	defer end()
+	context.AfterFunc(ctx, func() {
+		g.mu.Lock()
+		defer g.mu.Unlock()
+		g.idle = end
+		g.forgetLocked(nil)
+	})
+	children, ctx := errgroup.WithContext(lasts)
 	children.Go(func() error { return g.cfg.Tokens.Run(ctx) })
 	if g.cfg.Nodes != nil {
 		children.Go(func() error { return g.followNodes(ctx) })
@@ -226,12 +236,15 @@ func (g *Gate) decideWith(tb *table, node tunnel.NodeName, p proof) (until time.
 	}
 	if g.cfg.Nodes != nil {
 		if may, known := g.cfg.Nodes.May(node); known && !may {
-			return time.Time{}, refusal("Kubernetes has no node of this name; " +
-				"set anynode = true under [mode.cloud.join] if it need not have one")
+			return time.Time{}, ErrNoNode
 		}
 	}
 	return until, nil
 }
+
+// ErrNoNode is the refusal of a good proof, for a node that Kubernetes does not have (yet). It is ErrUnauthenticated.
+var ErrNoNode error = refusal("Kubernetes has no node of this name; " +
+	"set anynode = true under [mode.cloud.join] if it need not have one")
 
 // admit checks p and grants node what p proves. The grant lasts until ctx is done.
 func (g *Gate) admit(ctx context.Context, node tunnel.NodeName, p proof) (Grant, error) {
@@ -249,7 +262,7 @@ func (g *Gate) admit(ctx context.Context, node tunnel.NodeName, p proof) (Grant,
 	context.AfterFunc(ctx, func() {
 		g.mu.Lock()
 		defer g.mu.Unlock()
-		delete(g.grants, gr)
+		g.forgetLocked(gr)
 	})
 	return Grant{Node: node, By: p.String(), Expires: gr.expires, Revoked: gr.revoked}, nil
 }
@@ -271,8 +284,16 @@ func (g *Gate) recheck() (revoked int) {
 
 // endLocked ends a grant: its session sees Revoked closed. The caller holds mu.
 func (g *Gate) endLocked(gr *grant) {
-	delete(g.grants, gr)
+	g.forgetLocked(gr)
 	close(gr.revoked)
+}
+
+// forgetLocked removes a grant, if there is such a one. The caller holds mu.
+func (g *Gate) forgetLocked(gr *grant) {
+	delete(g.grants, gr)
+	if g.idle != nil && len(g.grants) == 0 {
+		g.idle()
+	}
 }
 
 // Note describes the Gate's current problem, for the health page of the replica; "": none.

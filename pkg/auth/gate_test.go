@@ -1,6 +1,7 @@
 package auth
 
 import (
+	"context"
 	"crypto/x509"
 	"errors"
 	"fmt"
@@ -237,6 +238,35 @@ func TestEveryProofIsRevoked(t *testing.T) {
 			}
 		})
 	}
+}
+
+// While a process drains, its sessions go on, and can still be revoked. The Gate ends with the last of them.
+func TestRevokedWhileDraining(t *testing.T) {
+	gate, _ := newGate(t, "edge1:t\nedge2:t\n", false)
+	session, end := context.WithCancel(t.Context())
+	defer end()
+	stays, err := gate.Authenticate(session, Credential{Node: "edge2", Token: "t"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	revoked := grantFor(t, gate, "edge1", "t")
+	ctx, stop := context.WithCancel(t.Context())
+	stop()
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		gate.Run(ctx)
+	}()
+	writeFile(t, gate.cfg.Tokens.path, "edge1:revoked\nedge2:t\n")
+	wantRevoked(t, revoked)
+	wantLive(t, stays)
+	select {
+	case <-ended:
+		t.Error("the Gate ends while a session goes on")
+	default:
+	}
+	end()
+	<-ended
 }
 
 func TestAnotherCABesideTheOldOneKeepsTheGrant(t *testing.T) {

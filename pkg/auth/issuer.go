@@ -124,19 +124,23 @@ func (i *Issuer) sign(ctx context.Context, node tunnel.NodeName, p proof, reques
 	// The signer's clock can be behind, so the new certificate can fall under a revocation. Refuse now: the
 	// node could not join with such a certificate.
 	if err := i.gate.decideNow(node, newCertificateProof(i.gate.cfg.Backdate, leaf)); err != nil {
-		return nil, fmt.Errorf("the certificate just signed for node %s is refused, try again: %w",
-			node, err)
+		return nil, fmt.Errorf("the certificate just signed for node %s is refused: %s",
+			node, err.Error()) // not ErrUnauthenticated: the edge should try again
 	}
 	return chain, nil
 }
 
+// longestWait is how long waitOutRevocation waits at most: a second, and what two clocks may differ.
+const longestWait = 5 * time.Second
+
 // waitOutRevocation waits until a certificate that is issued now is newer than a revocation of node's certificates.
 // Times in certificates are whole seconds, and `tunnel token create` revokes the certificates of a revoked node until
-// the end of the current second. A time further ahead is no reason to wait: an operator has written it.
+// the end of the current second, by its own clock. A time further ahead is no reason to wait: an operator has written
+// it.
 func (i *Issuer) waitOutRevocation(ctx context.Context, node tunnel.NodeName) error {
 	var wait time.Duration
 	for _, tb := range i.gate.cfg.Tokens.currentTables() {
-		if _, before := tb.revoked(node); time.Until(before) <= time.Second {
+		if _, before := tb.revoked(node); time.Until(before) <= longestWait {
 			wait = max(wait, time.Until(before))
 		}
 	}

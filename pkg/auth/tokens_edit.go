@@ -93,14 +93,19 @@ func AddTokens(content string, all []TokenLine, now time.Time) (string, error) {
 		return "", err
 	}
 	behind, rest := make(map[int][]string), newEdit(content) // behind: the lines to insert behind each line number
-	last, revoked := make(map[tunnel.NodeName]int), make(map[tunnel.NodeName][]int)
+	last := make(map[tunnel.NodeName]int)
+	revoked, old := make(map[tunnel.NodeName][]int), make(map[tunnel.NodeName][]int) // numbers of lines
 	for _, l := range lines {
 		if l.node == "" {
 			continue
 		}
 		last[l.node] = l.number
-		if l.kind() == KindRevoked {
+		switch l.kind() {
+		case KindRevoked:
 			revoked[l.node] = append(revoked[l.node], l.number)
+		case KindRevokedBefore:
+		default:
+			old[l.node] = append(old[l.node], l.number)
 		}
 	}
 	for _, t := range all {
@@ -115,6 +120,9 @@ func AddTokens(content string, all []TokenLine, now time.Time) (string, error) {
 		behind[at] = append(behind[at], text)
 		for _, number := range revoked[t.Node] {
 			rest.replace(number, revokedBefore(t.Node, now))
+			for _, token := range old[t.Node] { // it would be good again
+				rest.lines[token-1] = ""
+			}
 		}
 	}
 	e := &edit{newline: rest.newline}
@@ -130,7 +138,7 @@ func AddTokens(content string, all []TokenLine, now time.Time) (string, error) {
 }
 
 // AddToken adds a line behind the last line of its node. If the node was revoked, it can join with the
-// new token, but not with a certificate from before now.
+// new token, but neither with an older one nor with a certificate from before now.
 func AddToken(content string, t TokenLine, now time.Time) (string, error) {
 	return AddTokens(content, []TokenLine{t}, now)
 }

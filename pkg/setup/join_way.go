@@ -333,7 +333,8 @@ func (w *way) explain(err error) error {
 		failed.err = errors.New("the server at that address is not the cloud that made this token: " +
 			"another authority signed its certificate")
 		failed.fix = "Your secret has not been sent. Either the address leads to another server, " +
-			"or a proxy in between ends TLS, or the cloud has a new authority: then make another token."
+			"or a proxy in between ends TLS, or the cloud has a new authority: then make another token. " +
+			"If the authority was replaced just now, run this again when all replicas have the new files."
 	case errors.Is(err, context.DeadlineExceeded), errors.Is(err, io.EOF), errors.Is(err, syscall.ECONNRESET):
 		failed.err = fmt.Errorf("the connection is open, but the other side does not speak TLS: %w", oneLine(err))
 		failed.fix = "Is the port the cloud's grpcport? " +
@@ -394,7 +395,8 @@ func refusedToken(token auth.JoinToken, err error) error {
 		failed.err = fmt.Errorf("the cloud does not accept it for node %s: "+
 			"it has expired, or was revoked, or is not in the token file (any more)", token.Node)
 		failed.fix = "Make another one on the cloud: tunnel token create -c cloud.toml --node " + string(token.Node) +
-			". The cloud's log says which it was."
+			". The cloud's log says which it was. If the token was made within the last two minutes, and the cloud has its " +
+			"tokens in a Secret, first run this again: a replica may not have it yet."
 	case codes.AlreadyExists: // a token for several nodes
 		failed.err = fmt.Errorf("the cloud does not accept it for node %s: %s", token.Node, said(s))
 		failed.fix = "Make a token for this node on the cloud: tunnel token create -c cloud.toml --node " + string(token.Node)

@@ -298,10 +298,15 @@ func (c tokenChange) kubectl() string {
 	for _, l := range c.removed {
 		f := " | grep -vxF '" + l + "'"
 		if node, plain := plainToken(l); plain { // to hide the token, the pattern matches every line of the node
-			f = " | grep -v '^[[:blank:]]*" + strings.ReplaceAll(node, ".", "[.]") + "[[:blank:]]*:'"
+			f = everyLineOf(node)
 		}
 		if !strings.Contains(filter, f) {
 			filter += f
+		}
+	}
+	for _, l := range c.added {
+		if node, ok := strings.CutSuffix(l, ":revoked"); ok { // the Secret may hold tokens that this pod does not see yet
+			filter = everyLineOf(node)
 		}
 	}
 	return fmt.Sprintf(`If it comes from a Secret, these commands change it; correct the two names first.
@@ -313,8 +318,14 @@ With cert-manager, the Secret is tunnel-tokens: make the same change where the c
     sed "s|.*|{\"metadata\":{\"resourceVersion\":\"${old%%%% *}\"},\"data\":{\"%s\":\"&\"}}|" |
     kubectl -n $NS patch secret $SECRET --patch-file /dev/stdin
 
-A pod sees it about a minute later.`,
+Each pod sees it within about two minutes, one earlier than another. Until then, a join by a new token may be refused,
+and another token command here would not know of this change.`,
 		namespace, strings.ReplaceAll(key, ".", `\.`), filter, strings.Join(c.added, "' '"), key)
+}
+
+// everyLineOf returns the part of a shell pipe that removes the lines of a node from a token file.
+func everyLineOf(node string) string {
+	return " | grep -v '^[[:blank:]]*" + strings.ReplaceAll(node, ".", "[.]") + "[[:blank:]]*:'"
 }
 
 // when returns a time as operators read it, in UTC.

@@ -67,7 +67,7 @@ func TestChangeOfASecret(t *testing.T) {
 		t.Fatal(err)
 	}
 	text := change.kubectl()
-	command := text[strings.Index(text, "  NS="):strings.Index(text, "\n\nA pod")]
+	command := text[strings.Index(text, "  NS="):strings.Index(text, "\n\nEach pod")]
 	run := func(get string) (patched string) {
 		t.Helper()
 		kubectl := "#!/bin/sh\ncase \"$*\" in *' get '*) " + get + " ;; *) cat >" + dir + "/patched ;; esac\n"
@@ -87,8 +87,10 @@ func TestChangeOfASecret(t *testing.T) {
 	}
 	want := fmt.Sprintf(`{"metadata":{"resourceVersion":"42"},"data":{"tokens":"%s"}}`,
 		base64.StdEncoding.EncodeToString([]byte(content+"\nedge3:revoked\n")))
-	if got := run("echo 42 " + base64.StdEncoding.EncodeToString([]byte(content))); got != want {
-		t.Errorf("the patch is %s, want %s", got, want)
+	for _, more := range []string{"", "edge3:old\n"} { // what a revoked node has in the Secret goes, too
+		if got := run("echo 42 " + base64.StdEncoding.EncodeToString([]byte(content+more))); got != want {
+			t.Errorf("the patch is %s, want %s", got, want)
+		}
 	}
 }
 

@@ -216,6 +216,10 @@ func (s *Server) receiveRequest(stream grpc.ServerStream) (request []byte, trust
 
 // notSigned returns the refusal for err, the reason why there is no certificate.
 func notSigned(node string, request []byte, err error) *refusedJoin {
+	if errors.Is(err, auth.ErrNoNode) { // the edge has proven that it has the token
+		return &refusedJoin{node: node, err: err, told: status.Errorf(codes.FailedPrecondition,
+			"Kubernetes has no node %s yet: join again when `kubectl get nodes` shows it; the token stays good", text(node))}
+	}
 	if errors.Is(err, auth.ErrUnauthenticated) {
 		return &refusedJoin{node: node, told: uniform(), err: err}
 	}

@@ -102,6 +102,7 @@ func TestEnrollRefused(t *testing.T) {
 		"an expired one":   {lines: join + " expires=2020-01-01T00:00:00Z", token: "token-edge1", code: codes.Unauthenticated, says: "tunnel token create"},
 		"a revoked node":   {lines: join + "\nedge1:revoked", token: "token-edge1", code: codes.Unauthenticated, says: "tunnel token create"},
 		"no issuer":        {lines: join, token: "token-edge1", change: func(c *ServerConfig) { c.Issuer = nil }, code: codes.Unimplemented, says: "[mode.cloud.join]"},
+		"no Node yet":      {lines: join, token: "token-edge1", change: func(c *ServerConfig) { c.Issuer = noNode{c.Issuer} }, code: codes.FailedPrecondition, says: "kubectl get nodes"},
 		"garbage":          {lines: join, token: "token-edge1", request: []byte("garbage"), code: codes.InvalidArgument, says: "PKCS #10"},
 		"an empty request": {lines: join, token: "token-edge1", request: []byte{}, code: codes.InvalidArgument, says: "PKCS #10"},
 		"a long request":   {lines: join, token: "token-edge1", request: blob(maxRequest + 1), code: codes.InvalidArgument, says: "16384 are allowed"},
@@ -137,6 +138,13 @@ func TestEnrollRefused(t *testing.T) {
 			}
 		})
 	}
+}
+
+// noNode is an issuer of a cluster that does not have the node yet.
+type noNode struct{ Issuer }
+
+func (noNode) First(context.Context, auth.Credential, []byte) (tunnel.NodeName, []byte, error) {
+	return "", nil, auth.ErrNoNode
 }
 
 // A connection that has asked for a first certificate does nothing else, whatever came of
