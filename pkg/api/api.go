@@ -73,6 +73,9 @@ type Config struct {
 	Listeners func() []string // returns the listeners, in the form of the log's start-up line; nil: there are none
 	Counters  *tunnel.Counters
 	Sessions  func() []*tunnel.Session
+	// Coming returns how many nodes are expected to have a session soon, since they are about to come from the process
+	// that this one has replaced; nil: none.
+	Coming func() int
 	// Certificates returns the certificates of this process; nil: the Server shows none. The Server sets Held.Replica.
 	Certificates func() Held
 

@@ -116,6 +116,26 @@ func TestIncomplete(t *testing.T) {
 	}
 }
 
+// While nodes are about to come from the process before, neither the list nor a renewal claims to be complete.
+func TestNodesThatCome(t *testing.T) {
+	r := newRig()
+	coming := 2
+	r.cfg.Coming = func() int { return coming }
+	client := r.client(t)
+	for _, want := range []int{1, 0} {
+		list, err := client.Nodes(t.Context())
+		if err != nil || len(list.Incomplete) != want {
+			t.Errorf("%d nodes come: %+v, %v", coming, list, err)
+		}
+		renewal := new(RenewAnswer)
+		err = client.Call(t.Context(), http.MethodPost, "/v1/certificates/renew", RenewRequest{}, renewal)
+		if err != nil || len(renewal.Incomplete) != want {
+			t.Errorf("%d nodes come: %+v, %v", coming, renewal, err)
+		}
+		coming = 0
+	}
+}
+
 // The lists of two replicas become one: sessions side by side, facts of the newest session, totals added.
 func TestMerge(t *testing.T) {
 	at := func(hour int) time.Time { return time.Date(2026, 1, 2, hour, 0, 0, 0, time.UTC) }

@@ -249,7 +249,7 @@ func (s *Server) renew(w http.ResponseWriter, r *http.Request, local bool) {
 
 // renewHere asks the nodes that have a session with this replica.
 func (s *Server) renewHere(request RenewRequest) *RenewAnswer {
-	answer := &RenewAnswer{Asked: []string{}, WithinSeconds: request.WithinSeconds}
+	answer := &RenewAnswer{Asked: []string{}, WithinSeconds: request.WithinSeconds, Incomplete: s.coming()}
 	wanted := make(map[string]bool, len(request.Nodes))
 	for _, n := range request.Nodes {
 		wanted[n] = true

@@ -124,6 +124,7 @@ func (s *Server) local() *NodeList {
 		}
 		return n
 	}
+	incomplete = append(incomplete, s.coming()...)
 	for _, of := range s.cfg.Sessions() {
 		n := get(of.Node)
 		n.State, n.Sessions = Connected, []Session{s.sessionOf(of)}
@@ -139,6 +140,18 @@ func (s *Server) local() *NodeList {
 		}
 	}
 	return s.list(nodes, incomplete, time.Now())
+}
+
+// coming says that nodes have not yet come from the process before; nil: all have.
+func (s *Server) coming() []string {
+	if s.cfg.Coming == nil {
+		return nil
+	}
+	n := s.cfg.Coming()
+	if n == 0 {
+		return nil
+	}
+	return []string{fmt.Sprintf("%d nodes have not come yet from the process before: ask again in half a minute", n)}
 }
 
 // list makes the answer from nodes. incomplete says why the answer may lack something. at is when this replica read the

@@ -118,10 +118,13 @@ func (d *Directory) Unexpect(n NodeName) {
 	}
 }
 
-// Missing returns how many of the expected nodes have no session.
+// Missing returns how many nodes are expected now and have no session.
 func (d *Directory) Missing() (n int) {
 	d.mu.RLock()
 	defer d.mu.RUnlock()
+	if time.Now().After(d.late) {
+		return 0
+	}
 	for node := range d.expected {
 		if d.sessions[node] == nil {
 			n++
