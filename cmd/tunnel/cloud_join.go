@@ -86,7 +86,7 @@ func (k cluster) add(d *daemon) {
 	}
 	d.about = append(d.about, "kubernetes", k.client.Host())
 	if k.names != nil {
-		d.add(nodeNames{"dns-names", k.names}, nil)
+		d.add(nodeNames{"dns-names", k.names}, k.names.Ready) // a responder does not know which nodes exist before
 	}
 	if k.joining != nil && k.joining != k.names {
 		d.add(nodeNames{"join-names", k.joining}, nil)

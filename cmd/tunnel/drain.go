@@ -18,9 +18,9 @@ import (
 
 // drained is the answer to POST /v1/drain.
 type drained struct {
-	Mode  string `json:"mode"`  // "cloud" or "edge"
-	Conns int64  `json:"conns"` // how many conns are still open
-	Nodes int    `json:"nodes"` // how many nodes have no session with another replica of a cloud
+	Mode  string `json:"mode"`            // "cloud" or "edge"
+	Conns int64  `json:"conns"`           // how many conns are still open
+	Nodes int    `json:"nodes,omitempty"` // how many nodes have no session with another replica of a cloud
 }
 
 // errDrained is the reason for which /readyz fails after tunnel drain.

@@ -43,8 +43,9 @@ func (w *cloudWiring) shareInventory() {
 func (w *cloudWiring) newAPI() {
 	w.api = api.New(api.Config{
 		Mode: w.mode, Software: software(), Replica: processName(), Checks: w.allChecks, Counters: w.counters,
-		Sessions: w.directory.Sessions, Coming: w.directory.Missing, Dialer: w.reach, Inventory: w.inventory, Expected: w.cluster.expected(),
-		Peers: w.peers, Tap: w.tap, Refusals: w.refusals, Listeners: w.allListeners, Certificates: w.held,
+		Sessions: w.directory.Sessions, Coming: w.directory.Missing, Dialer: w.reach, Inventory: w.inventory,
+		Expected: w.cluster.expected(),
+		Peers:    w.peers, Tap: w.tap, Refusals: w.refusals, Listeners: w.allListeners, Certificates: w.held,
 		AskToRenew: stream.AskToRenew, Forgotten: w.forgotten, Log: w.log,
 	})
 }

@@ -3,6 +3,7 @@ package kube
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"log/slog"
@@ -378,5 +379,23 @@ func TestNoCluster(t *testing.T) {
 	}
 	if _, err := New("/nonexistent", "test"); err == nil || !strings.Contains(err.Error(), "kubeconfig /nonexistent") {
 		t.Errorf("no file: %v", err)
+	}
+}
+
+// A replica that starts waits for the names, but not for a Kubernetes that does not answer.
+func TestNodesReady(t *testing.T) {
+	for name, test := range map[string]struct {
+		nodes *Nodes
+		ready bool
+	}{
+		"before Run": {&Nodes{}, false},
+		"not read":   {&Nodes{began: time.Now()}, false},
+		"read":       {&Nodes{began: time.Now(), known: true}, true},
+		"failed":     {&Nodes{began: time.Now(), err: errors.New("forbidden")}, true},
+		"no answer":  {&Nodes{began: time.Now().Add(-namesAnyway)}, true},
+	} {
+		if err := test.nodes.Ready(); (err == nil) != test.ready {
+			t.Errorf("%s: %v", name, err)
+		}
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"sync"
+	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/labels"
@@ -42,6 +43,7 @@ type Nodes struct {
 	known   bool
 	changed tunnel.Change // a name is added or removed
 	err     error         // why names may be out of date; nil: they are up to date
+	began   time.Time     // when Run began; zero: not yet
 }
 
 // Nodes returns the nodes that match a label selector (Kubernetes' syntax); "" matches all.
@@ -59,6 +61,9 @@ func (c *Client) Nodes(selector string, log *slog.Logger) (*Nodes, error) {
 
 // Run follows the nodes until ctx is done.
 func (n *Nodes) Run(ctx context.Context) error {
+	n.mu.Lock()
+	n.began = time.Now()
+	n.mu.Unlock()
 	n.client.follow(ctx, schema.GroupVersionResource{Version: "v1", Resource: "nodes"}, "",
 		metav1.ListOptions{LabelSelector: n.selector}, (*nodeStore)(n), n.noteResult)
 	return nil
@@ -96,6 +101,20 @@ func (n *Nodes) Err() error {
 	n.mu.RLock()
 	defer n.mu.RUnlock()
 	return n.err
+}
+
+// namesAnyway is how long Ready waits for a Kubernetes that does not answer.
+const namesAnyway = 5 * time.Second
+
+// Ready returns an error until reading the names has succeeded or failed, but not for longer than namesAnyway after the
+// start of Run: the tunnel also works without Kubernetes.
+func (n *Nodes) Ready() error {
+	n.mu.RLock()
+	defer n.mu.RUnlock()
+	if n.known || n.err != nil || !n.began.IsZero() && time.Since(n.began) >= namesAnyway {
+		return nil
+	}
+	return errors.New("the names of the Nodes have not been read yet")
 }
 
 // noteResult stores the outcome of a request. It logs the first failure and the first success

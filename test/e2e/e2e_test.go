@@ -54,9 +54,10 @@ func TestTunnel(t *testing.T) {
 		dns       []string
 		named     time.Duration // until a name is seen
 	}{
-		// 2 s for the ConfigMap, 3 s for the kubelet that mounts it (test/cluster/lib/node-init.sh), 0.5 s for CoreDNS.
-		{"kubelet-ca", []string{"file", filepath.Join(volume, "hosts")}, 6 * time.Second},
-		{"no-kubelet-ca", []string{"forward", cloudIP + ":5353"}, time.Second},
+		// kube-apiserver has just been restarted: the kubelet that mounts the ConfigMap may watch it again only after 10 s.
+		// Then 2 s for the ConfigMap, 3 s for the kubelet (test/cluster/lib/node-init.sh), 0.5 s for CoreDNS.
+		{"kubelet-ca", []string{"file", filepath.Join(volume, "hosts")}, 30 * time.Second},
+		{"no-kubelet-ca", []string{"forward", cloudIP + ":5353"}, 10 * time.Second},
 	} {
 		t.Run(mode.apiserver, func(t *testing.T) {
 			if err := c.script(ctx, "apiserver.sh", mode.apiserver); err != nil {

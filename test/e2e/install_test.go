@@ -224,7 +224,9 @@ func (i *installation) prepare(ctx context.Context, t *testing.T) {
 		t.Fatal(err)
 	}
 	nowhere(ctx, t, c, "no route to host")
-	i.before = i.objects(ctx, t)
+	if i.before, err = i.objects(ctx); err != nil {
+		t.Fatal(err)
+	}
 }
 
 // install installs the cloud, gives the edges its CA, installs the edges, and leads kube-apiserver to CoreDNS.
@@ -383,15 +385,18 @@ func (i *installation) plugin(ctx context.Context, t *testing.T) {
 	}
 }
 
-// isAt asserts that all pods of the cloud run that version's image.
+// isAt waits until all pods of the cloud run that version's image. The kubelet removes the last old one a moment later.
 func (i *installation) isAt(ctx context.Context, t *testing.T, version string) {
 	t.Helper()
-	out, err := i.c.kubectl(ctx, "get", "pods", "-n", namespace, "-l", "app.kubernetes.io/component=cloud",
-		"--field-selector=status.phase=Running", "-o", "jsonpath={.items[*].spec.containers[0].image}")
-	images := slices.Compact(strings.Fields(out))
-	if err != nil || len(images) != 1 || !strings.HasSuffix(images[0], "tunnel:"+version) {
-		t.Errorf("the pods of the cloud run %q, %v; want tunnel:%s", out, err, version)
-	}
+	eventually(ctx, t, time.Minute, "all pods of the cloud to run "+version, func(ctx context.Context) error {
+		out, err := i.c.kubectl(ctx, "get", "pods", "-n", namespace, "-l", "app.kubernetes.io/component=cloud",
+			"--field-selector=status.phase=Running", "-o", "jsonpath={.items[*].spec.containers[0].image}")
+		images := slices.Compact(strings.Fields(out))
+		if err == nil && (len(images) != 1 || !strings.HasSuffix(images[0], "tunnel:"+version)) {
+			err = fmt.Errorf("they run %q", out)
+		}
+		return err
+	})
 }
 
 func (i *installation) upgrade(ctx context.Context, t *testing.T) {
@@ -497,8 +502,12 @@ func (i *installation) remove(ctx context.Context, t *testing.T) {
 func (i *installation) nothingLeft(ctx context.Context, t *testing.T) {
 	t.Helper()
 	eventually(ctx, t, time.Minute, "the objects to be as before", func(ctx context.Context) error {
+		objects, err := i.objects(ctx)
+		if err != nil {
+			return err
+		}
 		var left []string
-		for object := range i.objects(ctx, t) {
+		for object := range objects {
 			if !i.before[object] {
 				left = append(left, object)
 			}
@@ -512,11 +521,10 @@ func (i *installation) nothingLeft(ctx context.Context, t *testing.T) {
 }
 
 // objects returns "KIND NAMESPACE/NAME" of every object of the cluster, but of kinds that Kubernetes makes by itself.
-func (i *installation) objects(ctx context.Context, t *testing.T) map[string]bool {
-	t.Helper()
+func (i *installation) objects(ctx context.Context) (map[string]bool, error) {
 	kinds, err := i.c.kubectl(ctx, "api-resources", "--verbs=list,delete", "-o", "name")
 	if err != nil {
-		t.Fatal(err)
+		return nil, err
 	}
 	own := slices.DeleteFunc(strings.Fields(kinds), func(kind string) bool {
 		name, group, _ := strings.Cut(kind, ".")
@@ -524,7 +532,7 @@ func (i *installation) objects(ctx context.Context, t *testing.T) map[string]boo
 	})
 	out, err := i.c.kubectl(ctx, "get", strings.Join(own, ","), "-A", "-o", "json")
 	if err != nil {
-		t.Fatal(err)
+		return nil, err
 	}
 	var list struct {
 		Items []struct {
@@ -533,7 +541,7 @@ func (i *installation) objects(ctx context.Context, t *testing.T) map[string]boo
 		}
 	}
 	if err := json.Unmarshal([]byte(out), &list); err != nil {
-		t.Fatal(err)
+		return nil, err
 	}
 	objects := make(map[string]bool)
 	for _, item := range list.Items {
@@ -542,7 +550,7 @@ func (i *installation) objects(ctx context.Context, t *testing.T) map[string]boo
 		}
 		objects[item.Kind+" "+item.Metadata.Namespace+"/"+item.Metadata.Name] = true
 	}
-	return objects
+	return objects, nil
 }
 
 // settled waits until a workload is as it was last described.

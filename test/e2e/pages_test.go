@@ -28,7 +28,10 @@ func TestPages(t *testing.T) {
 	} {
 		ok := p.i.step(t, s.name, func(t *testing.T) {
 			p.clone(t)
-			p.i.before = p.i.objects(ctx, t)
+			var err error
+			if p.i.before, err = p.i.objects(ctx); err != nil {
+				t.Fatal(err)
+			}
 			p.run(ctx, t, s)
 			p.i.nothingLeft(ctx, t)
 			edges := p.kubectl(ctx, t, "get", "nodes", "-l", "node-role.kubernetes.io/edge", "-o", "name")

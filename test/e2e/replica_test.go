@@ -127,7 +127,8 @@ func (r *replica) start(ctx context.Context, t *testing.T) {
 	cmd.Env = append(cmd.Env, "KUBECONFIG="+filepath.Join(r.f.dir, r.name+".kubeconfig"),
 		"POD_NAMESPACE="+namespace, "POD_NAME="+r.name, "POD_IP="+r.ip)
 	r.daemon = startDaemon(t, r.f.c, r.name, cmd)
-	eventually(ctx, t, 10*time.Second, r.name+" to be ready", func(ctx context.Context) error {
+	// It waits up to 7 s for a replica whose address refuses.
+	eventually(ctx, t, 20*time.Second, r.name+" to be ready", func(ctx context.Context) error {
 		return is200(get(ctx, new(http.Transport), "http://"+r.health+"/readyz?verbose"))
 	})
 }
