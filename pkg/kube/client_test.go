@@ -382,7 +382,8 @@ func TestNoCluster(t *testing.T) {
 	}
 }
 
-// A replica that starts waits for the names, but not for a Kubernetes that does not answer.
+// A replica that starts is not ready before it has read the names. If Kubernetes does not answer, it is ready after
+// namesAnyway.
 func TestNodesReady(t *testing.T) {
 	for name, test := range map[string]struct {
 		nodes *Nodes

@@ -63,8 +63,8 @@ type joiner interface {
 	addressed(r *tunnel.Request, open *pb.Open) error
 	// span returns the name of the span of an open that this end serves.
 	span() tunnel.SpanName
-	// ends is when this process resets the conns that it serves, for Splice. nil: Splice need not know, since the
-	// message Drain says it.
+	// ends is the time at which this process resets the conns that it relays; Splice tells it to the callers' side. An
+	// edge returns nil: its message Drain tells the time for all conns at once.
 	ends() *tunnel.GraceEnd
 	// denied logs that a dial that the cloud asked for is denied.
 	denied(s *edgeSession, topic string, r tunnel.Request, err error)

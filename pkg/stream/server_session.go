@@ -292,8 +292,8 @@ func (s *cloudSession) newConn(stream conn.Stream, topic string, asked bool, gon
 	return c
 }
 
-// endsOf returns conn.Config.Ends. An edge says for all conns of a session that it is about to stop, and another
-// replica says it of each conn.
+// endsOf returns conn.Config.Ends. An edge that is about to stop sends one message for all conns of its session, so
+// they share one GraceEnd. Another replica sends a message for each conn.
 func (s *cloudSession) endsOf(asked bool) *tunnel.GraceEnd {
 	switch {
 	case !asked:

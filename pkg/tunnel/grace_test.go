@@ -117,8 +117,8 @@ func TestQuietEndOfPeer(t *testing.T) {
 	}
 }
 
-// A process that relays a conn does not end it when it is idle: bytes may be on their way to the caller. It tells the
-// process that has the caller, once for each time at which the conn is reset.
+// A process that relays a conn does not end the idle conn itself, since bytes may be on their way to the caller. It
+// tells the caller's process when the conn will be reset, and tells it again only if that time changes.
 func TestQuietEndIsPassedOn(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		daemon, stop := context.WithCancelCause(t.Context())

@@ -157,7 +157,8 @@ func (e *evil) want(typ string) (*pb.StreamMsg, error) {
 	}
 }
 
-// tooOften is the answer to a join by which an attack has not even begun: its node has joined too often.
+// tooOften is the answer to an attacker whose node has joined too often. The attack has not begun, so the answer does
+// not count.
 const tooOften = "joined too often"
 
 // code says what an attack was answered with.

@@ -224,7 +224,8 @@ func TestIdleConnsLetAReplicaStop(t *testing.T) {
 	f.start(&stops.Member)
 }
 
-// TestIdleConnsLetAnEdgeStop: the same for an edge, also for a conn that another replica relays.
+// TestIdleConnsLetAnEdgeStop: when an edge stops, idle connections to its node end before the grace period is over,
+// whichever replica has the caller.
 func TestIdleConnsLetAnEdgeStop(t *testing.T) {
 	beside(t)
 	f := newFleet(t, size{replicas: local(2), edges: 1})
