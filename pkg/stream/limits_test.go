@@ -605,12 +605,50 @@ func TestStreamsThatGRPCAnswers(t *testing.T) {
 	})
 	t.Run("of an edge", func(t *testing.T) {
 		r := newRig(t, func(c *ServerConfig) { c.Limits.Opens = 1 })
-		f, c := r.joinedFramer()
-		go io.Copy(io.Discard, c)
-		for id := uint32(3); open(f, id) == nil; id += 2 {
+		f, _ := r.joinedFramer()
+		flooded := make(chan struct{})
+		go func() {
+			defer close(flooded)
+			for id := uint32(3); open(f, id) == nil; id += 2 {
+			}
+		}()
+		defer func() { <-flooded }()
+		answers := 0
+		for {
+			frame, err := f.ReadFrame()
+			if errors.Is(err, os.ErrDeadlineExceeded) {
+				t.Fatalf("the connection goes on: %v", err)
+			} else if err != nil {
+				break
+			}
+			if h, ok := frame.(*http2.HeadersFrame); ok && h.StreamID > 1 {
+				answers++
+			}
+		}
+		if answers > 128 {
+			t.Errorf("gRPC has answered %d streams, want 128 at most", answers)
 		}
 		r.wantLimited(tunnel.LimitStreams, 1)
 		r.eventually("the node is gone", func() bool { return !r.dir.Holds("edge1") })
+	})
+}
+
+// A busy process runs the handlers of streams late. The streams that an honest edge has begun by then end nothing.
+func TestWaitForHandlers(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var busy transport
+		busy.unserved.Store(10 * maxUnserved)
+		time.AfterFunc(unservedPauses*unservedPause/2, func() { busy.unserved.Store(maxUnserved) })
+		if !busy.waitForHandlers(nil) {
+			t.Error("late handlers are taken for none")
+		}
+		var over transport
+		over.unserved.Store(maxUnserved + 1)
+		ended := make(chan struct{})
+		close(ended)
+		if start := time.Now(); over.waitForHandlers(ended) || time.Since(start) > unservedPause {
+			t.Error("the server reads on after the end of the session")
+		}
 	})
 }
 

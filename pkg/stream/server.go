@@ -558,9 +558,16 @@ func served(ctx context.Context, r any, _ *grpc.UnaryServerInfo, next grpc.Unary
 }
 
 // maxUnserved is how many streams of a connection may have begun without a handler. Between the read of a stream and
-// its handler, an honest edge has some. gRPC answers others itself, and keeps the answer, 16 KiB at most, for a peer
-// that does not read.
-const maxUnserved = 2 * ownStreams
+// its handler, an honest edge has some. gRPC answers other streams itself, without a handler: those with a content type
+// that is not gRPC's, for example. It keeps each answer, 16 KiB at most, for a peer that does not read.
+const maxUnserved = 64
+
+// Above maxUnserved, the server reads no further until handlers run. It looks after each unservedPause, unservedPauses
+// times at most. A busy process may run the handlers late.
+const (
+	unservedPause  = time.Millisecond
+	unservedPauses = 2000
+)
 
 // maxEarlyStreams is how many streams a connection may begin before it has a session. An edge needs one.
 const maxEarlyStreams = 8
@@ -587,10 +594,11 @@ func (s *Server) count(t *transport, streams, frames int) (tooMany bool) {
 		cs.Close(err)
 		return true
 	}
-	if unserved := t.unserved.Add(int64(streams)); unserved > maxUnserved {
+	if !t.waitForHandlers(cs.done) {
 		return flooded(tunnel.LimitStreams, limitErrorf(tunnel.LimitStreams,
-			"node %s has begun %d streams that are none of this cloud's", cs.pub.Node, unserved))
+			"node %s has begun %d streams that are none of this cloud's", cs.pub.Node, t.unserved.Load()))
 	}
+	t.unserved.Add(int64(streams))
 	for range streams {
 		if !cs.quota.mayOpen() {
 			return flooded(tunnel.LimitStreams, limitErrorf(tunnel.LimitStreams,

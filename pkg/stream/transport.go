@@ -80,6 +80,22 @@ func (c serverCreds) Clone() credentials.TransportCredentials {
 	return serverCreds{c.TransportCredentials.Clone(), c.attach, c.count, c.balancers}
 }
 
+// waitForHandlers waits while more than maxUnserved streams of t have no handler. It returns false if they get none, or
+// if ended is closed meanwhile.
+func (t *transport) waitForHandlers(ended <-chan struct{}) bool {
+	for range unservedPauses {
+		if t.unserved.Load() <= maxUnserved {
+			return true
+		}
+		select {
+		case <-time.After(unservedPause):
+		case <-ended:
+			return false
+		}
+	}
+	return false
+}
+
 // transportOf returns the connection that a stream arrived on.
 func transportOf(ctx context.Context) (*transport, error) {
 	p, ok := peer.FromContext(ctx)

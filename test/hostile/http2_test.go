@@ -53,7 +53,7 @@ func http2Attacks() []attack {
 		{name: "streams that gRPC refuses itself, of a stranger", offend: framed(false, refusedByGRPC),
 			answers: []string{"closed", "InvalidArgument"}, counter: limited("streams"), holds: 2 * connection},
 		{name: "streams that gRPC refuses itself, of an edge", offend: framed(true, refusedByGRPC), answers: flooded,
-			counter: limited("streams"), holds: 32 * mib}, // the answers to the streams of two seconds
+			counter: limited("streams"), holds: 4 * mib}, // two edges' 128 answers of 16 KiB
 		{name: "pings", offend: framed(true, pings), answers: tooMuch, holds: 2 * connection},
 		{name: "pings of a stranger", offend: framed(false, pings), answers: tooMuch, holds: 2 * connection},
 		{name: "settings", offend: framed(true, settings), answers: flooded, counter: limited("frames"),
