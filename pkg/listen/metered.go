@@ -1,7 +1,6 @@
 package listen
 
 import (
-	"bytes"
 	"encoding/binary"
 	"errors"
 	"net"
@@ -31,7 +30,6 @@ type Metered struct {
 	// Owned by Read.
 	skip   int    // how many bytes come before the next frame's header: the rest of the preface or of a payload
 	header []byte // the part of the next frame's header that was read so far
-	rest   []byte // bytes for the next Read; they are not counted yet
 	over   bool   // flooded has returned true
 }
 
@@ -41,10 +39,6 @@ const http2Header = 9
 // tinyData is the least length of DATA that does not count, in bytes. The head of a gRPC message has five.
 const tinyData = 8
 
-// streamsPerRead is how many HEADERS a Read returns at most. gRPC answers all that it has read before it reads again.
-// So flooded can hold gRPC back, or end the connection, before gRPC has answered many streams.
-const streamsPerRead = 64
-
 // lastPauses is how many pauses Read waits at most for gRPC to send a last status, which a busy process may do late.
 // After the status, Read waits for one more pause.
 const lastPauses = 3
@@ -52,9 +46,9 @@ const lastPauses = 3
 // ErrFlooded is the error of every Read of a Metered after a flood.
 var ErrFlooded = errors.New("too many HTTP/2 streams, or frames without data")
 
-// NewMetered returns c as a Metered. Nothing may have been read from c. Read calls flooded, with streamsPerRead streams
-// at most, and returns after it. If flooded has returned true, Read drops what it has read. It waits for lastPauses
-// pauses at most, so that gRPC can send a last status, and then fails.
+// NewMetered returns c as a Metered. Nothing may have been read from c. flooded is called by Read. After it has
+// returned true, Read drops what it has read. It waits for lastPauses pauses at most, so that gRPC can send a last
+// status, and then fails.
 func NewMetered(c net.Conn, pause time.Duration, flooded func(streams, frames int) bool) *Metered {
 	return &Metered{
 		Conn: c, flooded: flooded, pause: pause, skip: len(http2.ClientPreface), header: make([]byte, 0, http2Header),
@@ -64,19 +58,8 @@ func NewMetered(c net.Conn, pause time.Duration, flooded func(streams, frames in
 // Read implements net.Conn.
 func (c *Metered) Read(b []byte) (n int, err error) {
 	if !c.over {
-		var streams, frames int
-		if len(c.rest) > 0 {
-			n, streams, frames = c.count(c.rest[:min(len(b), len(c.rest))])
-			copy(b, c.rest[:n])
-			c.rest = c.rest[n:]
-		} else {
-			var got int
-			got, err = c.Conn.Read(b)
-			n, streams, frames = c.count(b[:got])
-			if n < got {
-				c.rest, err = bytes.Clone(b[n:got]), nil // a later Read gets the error again
-			}
-		}
+		n, err = c.Conn.Read(b)
+		streams, frames := c.count(b[:n])
 		c.over = streams+frames > 0 && c.flooded(streams, frames)
 	}
 	if c.over {
@@ -102,21 +85,20 @@ func (c *Metered) Write(b []byte) (int, error) {
 	return n, err
 }
 
-// count returns how many HEADERS, and how many frames without payload data, have a header that ends in b[:n]. n is the
-// length of b, or less if b has more than streamsPerRead HEADERS.
-func (c *Metered) count(b []byte) (n, streams, frames int) {
-	for n < len(b) && streams < streamsPerRead {
+// count returns how many HEADERS, and how many frames without payload data, have a header that ends in b.
+func (c *Metered) count(b []byte) (streams, frames int) {
+	for len(b) > 0 {
 		if c.skip > 0 {
-			skipped := min(c.skip, len(b)-n)
-			c.skip -= skipped
-			n += skipped
+			n := min(c.skip, len(b))
+			c.skip -= n
+			b = b[n:]
 			continue
 		}
-		part := b[n:min(n+http2Header-len(c.header), len(b))]
-		c.header = append(c.header, part...)
-		n += len(part)
+		n := min(http2Header-len(c.header), len(b))
+		c.header = append(c.header, b[:n]...)
+		b = b[n:]
 		if len(c.header) < http2Header {
-			break
+			return streams, frames
 		}
 		length := int(binary.BigEndian.Uint32(c.header) >> 8)
 		typ, flags := http2.FrameType(c.header[3]), http2.Flags(c.header[4])
@@ -128,5 +110,5 @@ func (c *Metered) count(b []byte) (n, streams, frames int) {
 		}
 		c.skip, c.header = length, c.header[:0]
 	}
-	return n, streams, frames
+	return streams, frames
 }
