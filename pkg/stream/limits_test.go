@@ -625,15 +625,16 @@ func TestStreamsThatGRPCAnswers(t *testing.T) {
 				answers++
 			}
 		}
-		if answers > 128 {
-			t.Errorf("gRPC has answered %d streams, want 128 at most", answers)
+		if answers == 0 || answers > 33 {
+			t.Errorf("gRPC has answered %d streams, want 1 to 33", answers)
 		}
 		r.wantLimited(tunnel.LimitStreams, 1)
 		r.eventually("the node is gone", func() bool { return !r.dir.Holds("edge1") })
 	})
 }
 
-// A busy process runs the handlers of streams late. The streams that an honest edge has begun by then end nothing.
+// A busy process runs the handlers of streams late. The streams that an honest edge has begun by then do not end its
+// session.
 func TestWaitForHandlers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var busy transport

@@ -281,7 +281,6 @@ func (s *Server) newGRPC(link far, total time.Duration) *grpc.Server {
 	opts := append(serverOptions(conns, s.cfg.Limits, link, total),
 		grpc.Creds(serverCreds{credentials.NewTLS(conf), s.attachData, s.count, s.balancers}),
 		grpc.StreamInterceptor(s.intercept),
-		grpc.UnaryInterceptor(served),
 		grpc.UnknownServiceHandler(unknownMethod),
 	)
 	server := grpc.NewServer(opts...)
@@ -549,20 +548,13 @@ func (s *Server) intercept(srv any, stream grpc.ServerStream, _ *grpc.StreamServ
 	return answer
 }
 
-// served runs before every call that is not a stream.
-func served(ctx context.Context, r any, _ *grpc.UnaryServerInfo, next grpc.UnaryHandler) (any, error) {
-	if t, err := transportOf(ctx); err == nil {
-		t.unserved.Add(-1)
-	}
-	return next(ctx, r)
-}
-
 // maxUnserved is how many streams of a connection may have begun without a handler. Between the read of a stream and
-// its handler, an honest edge has some. gRPC answers other streams itself, without a handler: those with a content type
-// that is not gRPC's, for example. It keeps each answer, 16 KiB at most, for a peer that does not read.
-const maxUnserved = 64
+// its handler, an honest edge has some. gRPC refuses other streams itself, without a handler: those with a content type
+// that is not gRPC's, for example. Such a stream counts as long as the connection lives. The answer of gRPC quotes up to
+// 2 × Limits.Metadata bytes four times, and gRPC keeps it for a peer that does not read.
+const maxUnserved = 32
 
-// Above maxUnserved, the server reads no further until handlers run. It looks after each unservedPause, unservedPauses
+// Above maxUnserved, the server reads no further until handlers run. It checks every unservedPause, and unservedPauses
 // times at most. A busy process may run the handlers late.
 const (
 	unservedPause  = time.Millisecond
@@ -573,7 +565,8 @@ const (
 const maxEarlyStreams = 8
 
 // count counts the streams that begin on t, and the HTTP/2 frames without data that have arrived. Too many end the
-// session and close the connection.
+// session and close the connection. gRPC has no buffer (readBuffer), so it has processed all earlier frames when it reads
+// the next one.
 func (s *Server) count(t *transport, streams, frames int) (tooMany bool) {
 	cs := t.session.Load()
 	if cs == nil { // of frames, it can send few, because it can send few bytes
@@ -594,9 +587,13 @@ func (s *Server) count(t *transport, streams, frames int) (tooMany bool) {
 		cs.Close(err)
 		return true
 	}
-	if !t.waitForHandlers(cs.done) {
+	if streams > 0 && !t.waitForHandlers(cs.done) {
+		if tunnel.IsClosed(cs.done) {
+			t.refuse()
+			return true
+		}
 		return flooded(tunnel.LimitStreams, limitErrorf(tunnel.LimitStreams,
-			"node %s has begun %d streams that are none of this cloud's", cs.pub.Node, t.unserved.Load()))
+			"node %s has begun %d streams that gRPC refuses", cs.pub.Node, t.unserved.Load()))
 	}
 	t.unserved.Add(int64(streams))
 	for range streams {

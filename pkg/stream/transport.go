@@ -5,6 +5,7 @@ import (
 	"crypto/tls"
 	"errors"
 	"net"
+	"runtime"
 	"sync/atomic"
 	"time"
 
@@ -83,6 +84,9 @@ func (c serverCreds) Clone() credentials.TransportCredentials {
 // waitForHandlers waits while more than maxUnserved streams of t have no handler. It returns false if they get none, or
 // if ended is closed meanwhile.
 func (t *transport) waitForHandlers(ended <-chan struct{}) bool {
+	if t.unserved.Load() > maxUnserved {
+		runtime.Gosched() // the handlers run
+	}
 	for range unservedPauses {
 		if t.unserved.Load() <= maxUnserved {
 			return true

@@ -51,6 +51,8 @@ const (
 	// noWorse is how many times as long as in calm others may wait: the 99th of a hundred
 	// requests.
 	noWorse = 2
+	// moreRounds is how many rounds an attack has if the first ones show others waiting too long.
+	moreRounds = 15
 	// often is how long a caller waits before its next request.
 	often = 4 * time.Millisecond
 	// comesBack is after what time an attacker that was refused tries again. Faster ones
@@ -62,9 +64,9 @@ const (
 
 // endure lets the attacks happen, one after the other, by turns with calm.
 func (l *lab) endure(attacks []attack) {
-	rounds, mostRounds, phase := 1, 1, 300*time.Millisecond
+	firstRounds, phase := 1, 300*time.Millisecond
 	if long() {
-		rounds, mostRounds, phase = 5, 15, 1500*time.Millisecond
+		firstRounds, phase = 5, 1500*time.Millisecond
 		debug.SetGCPercent(1000) // what calm callers wait for is not their own collector
 	}
 	probe := newProbe(l)
@@ -86,9 +88,8 @@ func (l *lab) endure(attacks []attack) {
 			running := l.watchGoroutines(t)
 			answers := newAnswers()
 			var calm, attacked delays
-			// A round has some 270 requests, so its p99 is that of three slow ones. More rounds tell chance from harm: they
-			// are judged together with the first ones.
-			for round := 0; round < rounds || round < mostRounds && worse(calm, attacked) > noWorse; round++ {
+			rounds := firstRounds
+			for round := 0; round < rounds; round++ {
 				calm.add(probe.sample(phase))
 				stop, err := a.start(l, answers)
 				if err != nil {
@@ -105,6 +106,11 @@ func (l *lab) endure(attacks []attack) {
 				}
 				stop()
 				time.Sleep(phase / 4) // what the attack leaves behind goes
+				// A round has some 270 requests, and only three are slower than its p99. If five rounds look bad, all
+				// of moreRounds are judged: they tell chance from harm.
+				if round == firstRounds-1 && long() && probe.err == nil && worse(calm, attacked) > noWorse {
+					rounds = moreRounds
+				}
 			}
 			if probe.err != nil {
 				t.Fatalf("a well-behaved request failed: %v", probe.err)
@@ -292,7 +298,7 @@ func (d *delays) String() string {
 		typical(d.p99).Round(10*time.Microsecond), d.n)
 }
 
-// worse is how many times as long as in calm others wait under attack: p99 of both.
+// worse returns p99 under attack divided by p99 in calm.
 func worse(calm, attacked delays) float64 {
 	return float64(typical(attacked.p99)) / float64(typical(calm.p99))
 }

@@ -53,7 +53,9 @@ func http2Attacks() []attack {
 		{name: "streams that gRPC refuses itself, of a stranger", offend: framed(false, refusedByGRPC),
 			answers: []string{"closed", "InvalidArgument"}, counter: limited("streams"), holds: 2 * connection},
 		{name: "streams that gRPC refuses itself, of an edge", offend: framed(true, refusedByGRPC), answers: flooded,
-			counter: limited("streams"), holds: 4 * mib}, // two edges' 128 answers of 16 KiB
+			counter: limited("streams"), holds: 2 * mib},
+		{name: "streams that gRPC refuses itself in long answers", offend: framed(true, refusedAtLength), answers: flooded,
+			counter: limited("streams"), holds: 2 * refused * 4 * longType},
 		{name: "pings", offend: framed(true, pings), answers: tooMuch, holds: 2 * connection},
 		{name: "pings of a stranger", offend: framed(false, pings), answers: tooMuch, holds: 2 * connection},
 		{name: "settings", offend: framed(true, settings), answers: flooded, counter: limited("frames"),
@@ -336,6 +338,44 @@ func refusedByGRPC(f *framer) error {
 		id := f.next
 		f.next += 2
 		return f.WriteHeaders(http2.HeadersFrameParam{StreamID: id, BlockFragment: f.head.Bytes(), EndHeaders: true})
+	})
+}
+
+const (
+	// longType is the length of the content type of refusedAtLength: nearly all the metadata that a stream may have.
+	longType = 28 << 10
+	// refused is how many streams of a session gRPC refuses at most.
+	refused = 33
+)
+
+// refusedAtLength is refusedByGRPC with a content type that is too long for the table of HPACK. So each stream costs
+// the sender as many bytes.
+func refusedAtLength(f *framer) error {
+	long := strings.Repeat("\xff", longType)
+	return pace(f.ctx, flood, func() error {
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		f.head.Reset()
+		f.enc.WriteField(hpack.HeaderField{Name: "content-type", Value: long, Sensitive: true})
+		id, block := f.next, f.head.Bytes()
+		f.next += 2
+		first := true
+		for len(block) > 0 {
+			part := block[:min(len(block), 16<<10)] // the longest frame that HTTP/2 permits without a setting
+			block = block[len(part):]
+			last := len(block) == 0
+			var err error
+			if first {
+				err = f.WriteHeaders(http2.HeadersFrameParam{StreamID: id, BlockFragment: part, EndHeaders: last})
+			} else {
+				err = f.WriteContinuation(id, last, part)
+			}
+			if err != nil {
+				return err
+			}
+			first = false
+		}
+		return nil
 	})
 }
 
