@@ -550,8 +550,8 @@ func (s *Server) intercept(srv any, stream grpc.ServerStream, _ *grpc.StreamServ
 
 // maxUnserved is how many streams of a connection may have begun without a handler. Between the read of a stream and
 // its handler, an honest edge has some. gRPC refuses other streams itself, without a handler: those with a content type
-// that is not gRPC's, for example. Such a stream counts as long as the connection lives. The answer of gRPC quotes up to
-// 2 × Limits.Metadata bytes four times, and gRPC keeps it for a peer that does not read.
+// that is not gRPC's, for example. Such a stream counts as long as the connection lives. The answer of gRPC quotes up
+// to 2 × Limits.Metadata bytes four times, and gRPC keeps it for a peer that does not read.
 const maxUnserved = 32
 
 // Above maxUnserved, the server reads no further until handlers run. It checks every unservedPause, and unservedPauses
@@ -565,8 +565,8 @@ const (
 const maxEarlyStreams = 8
 
 // count counts the streams that begin on t, and the HTTP/2 frames without data that have arrived. Too many end the
-// session and close the connection. gRPC has no buffer (readBuffer), so it has processed all earlier frames when it reads
-// the next one.
+// session and close the connection. gRPC has no buffer (readBuffer), so it has processed all earlier frames when it
+// reads the next one.
 func (s *Server) count(t *transport, streams, frames int) (tooMany bool) {
 	cs := t.session.Load()
 	if cs == nil { // of frames, it can send few, because it can send few bytes
