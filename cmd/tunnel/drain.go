@@ -29,8 +29,8 @@ var errDrained = errors.New("drained by tunnel drain")
 // drain takes the process out of service: /readyz fails, the edges of a cloud move to other replicas, and no new conn
 // opens. Open conns go on. If stops is set, the caller stops the process afterwards.
 func (r *restarter) drain(ctx context.Context, stops bool) (*drained, error) {
-	if !r.reloader.mu.TryLock() {
-		return nil, conflictf("a reload, a restart or a drain is under way: try again")
+	if !r.reloader.lock() {
+		return nil, errBusy
 	}
 	defer r.reloader.mu.Unlock()
 	switch {
@@ -75,7 +75,7 @@ func (d *daemon) drainCheck() admin.Check {
 
 // drainTimeout is how long tunnel drain waits for the answer. A cloud answers when its edges have moved, which may take
 // a part of the grace period.
-const drainTimeout = tunnel.GracePeriod + 10*time.Second
+const drainTimeout = busyTime + tunnel.GracePeriod + 10*time.Second
 
 func newDrainCommand() *cobra.Command {
 	var ask askFlags

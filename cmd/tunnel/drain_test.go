@@ -1,6 +1,7 @@
 package main
 
 import (
+	"errors"
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
@@ -8,6 +9,8 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"tunnel.example/tunnel/pkg/takeover"
 	"tunnel.example/tunnel/pkg/tunnel"
@@ -38,6 +41,21 @@ func TestDrainOfSite(t *testing.T) {
 		if err != nil || *got != (drained{Mode: "edge", Conns: 15}) || site.drained != 1 {
 			t.Errorf("drain says %+v, %v; the site was drained %d times", got, err, site.drained)
 		}
+	}
+}
+
+// A drain waits for a reload to end, but not for ever.
+func TestDrainDuringAReload(t *testing.T) {
+	for reload, want := range map[time.Duration]error{busyTime / 2: errLeft, 2 * busyTime: errBusy} {
+		synctest.Test(t, func(t *testing.T) {
+			r := &restarter{reloader: &reloader{successor: 1}}
+			r.reloader.mu.Lock()
+			time.AfterFunc(reload, r.reloader.mu.Unlock)
+			if _, err := r.drain(t.Context(), false); !errors.Is(err, want) {
+				t.Errorf("beside a reload of %s: %v, want %v", reload, err, want)
+			}
+			time.Sleep(2 * busyTime) // until the reload has ended
+		})
 	}
 }
 

@@ -139,6 +139,22 @@ func hasTerminal() bool {
 	return true
 }
 
+// errBusy is the error of a restart or a drain that has waited for busyTime.
+var errBusy = conflictf("a reload, a restart or a drain is under way: try again")
+
+// busyTime is how long a restart or a drain waits for the end of a reload, a restart or a drain.
+const busyTime = 10 * time.Second
+
+// lock locks mu. It returns false if mu stays locked for busyTime.
+func (r *reloader) lock() bool {
+	for late := time.Now().Add(busyTime); !r.mu.TryLock(); time.Sleep(busyTime / 200) {
+		if time.Now().After(late) {
+			return false
+		}
+	}
+	return true
+}
+
 // reload reads the file again, and logs the result.
 func (r *reloader) reload(ctx context.Context) (*reloaded, error) {
 	r.mu.Lock()

@@ -108,8 +108,8 @@ const (
 	// this time for their TLS handshake.
 	lastTime = 1500 * time.Millisecond
 	// restartTimeout is how long tunnel restart waits for the answer. It is longer than all that the old process waits
-	// for: startTime and a second more, 2*moveTime and systemdTime.
-	restartTimeout = startTime + 2*moveTime + 10*time.Second
+	// for: busyTime, startTime and a second more, 2*moveTime and systemdTime.
+	restartTimeout = busyTime + startTime + 2*moveTime + 10*time.Second
 	// firstTime is how long after the first edge has come the new process waits for the other edges before it serves.
 	// An edge without conns keeps its old session for stream.Overlap, which is longer than firstTime and lastTime
 	// together: the old process needs the session for callers that it has accepted last.
@@ -242,8 +242,8 @@ func (r *restarter) handle(all map[string]http.Handler) {
 // restart starts a new process, which takes over unless ctx ends before. If restart returns an error, this process
 // serves as before. Otherwise the caller must stop this process.
 func (r *restarter) restart(ctx context.Context) (*restarted, error) {
-	if !r.reloader.mu.TryLock() {
-		return nil, conflictf("a reload, a restart or a drain is under way: try again")
+	if !r.reloader.lock() {
+		return nil, errBusy
 	}
 	defer r.reloader.mu.Unlock()
 	r.running.Lock()
@@ -413,7 +413,7 @@ says why.
 
   tunnel restart
 
-Exit codes: 0 the new process serves; 1 refused, or no answer within 64 s; 3 the configuration has a problem; 4 the
+Exit codes: 0 the new process serves; 1 refused, or no answer within 74 s; 3 the configuration has a problem; 4 the
 new process has failed. After 3 and 4, the old one serves as before.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
