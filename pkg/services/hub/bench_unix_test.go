@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials"
 	"google.golang.org/protobuf/proto"
 
 	"tunnel.example/tunnel/internal/testkit/testca"
@@ -119,49 +120,108 @@ func BenchmarkTLSAlone(b *testing.B) {
 		b.Fatal(err)
 	}
 	defer ln.Close()
-	others := exec.CommandContext(b.Context(), os.Args[0])
-	others.Env = append(os.Environ(), bareServer+"="+ln.Addr().String())
-	others.Stdout, others.Stderr = os.Stderr, os.Stderr
-	if err := others.Start(); err != nil {
-		b.Fatal(err)
-	}
-	b.Cleanup(func() { others.Wait() }) // the end of the context has killed it
-	var written, running sync.WaitGroup
-	conns, changes := make([]net.Conn, edges), make([]chan []byte, edges)
-	for i := range edges {
+	startBareEdges(b, bareTLS, ln.Addr())
+	var writers []chan<- func()
+	var running sync.WaitGroup
+	batch := make([]byte, batchSize+batchHeaders)
+	for range edges {
 		c, err := ln.Accept()
 		if err != nil {
 			b.Fatal(err)
 		}
-		conns[i], changes[i] = c, make(chan []byte, 1)
-		running.Go(func() {
-			for batch := range changes[i] {
-				c.Write(batch)
-				written.Done()
-			}
-		})
-	}
-	for _, c := range conns {
+		defer c.Close()
 		if _, err := io.ReadFull(c, make([]byte, 1)); err != nil {
 			b.Fatal(err)
 		}
+		writes := make(chan func(), 1)
+		writers = append(writers, writes)
+		running.Go(func() {
+			for written := range writes {
+				c.Write(batch)
+				written()
+			}
+		})
 	}
+	writeToAll(b, writers)
+	running.Wait()
+}
+
+// BenchmarkGRPCAlone is BenchmarkTLSAlone with gRPC: what is left of the cloud's processor time for a change without
+// hub and sessions.
+func BenchmarkGRPCAlone(b *testing.B) {
+	pair := testca.New(b, "ca").Pair(b, auth.Leaf{Server: true})
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		b.Fatal(err)
+	}
+	s := grpc.NewServer(grpc.Creds(credentials.NewServerTLSFromCert(&pair)),
+		grpc.InitialWindowSize(bareWindow), grpc.InitialConnWindowSize(bareWindow))
+	watches := bareWatches{joined: make(chan chan<- func())}
+	pb.RegisterServicesServer(s, watches)
+	var running sync.WaitGroup
+	running.Go(func() { s.Serve(ln) })
+	startBareEdges(b, bareGRPC, ln.Addr())
+	var writers []chan<- func()
+	for range edges {
+		writers = append(writers, <-watches.joined)
+	}
+	writeToAll(b, writers)
+	s.Stop()
+	running.Wait()
+}
+
+// bareWatches serves the Watches of BenchmarkGRPCAlone.
+type bareWatches struct {
+	pb.UnimplementedServicesServer
+	joined chan chan<- func() // of each Watch: it sends a batch for each function, and then calls the function
+}
+
+func (w bareWatches) Watch(stream pb.Services_WatchServer) error {
+	if _, err := stream.Recv(); err != nil {
+		return err
+	}
+	writes := make(chan func(), 1)
+	w.joined <- writes
+	batch := &pb.Batch{Changes: make([]byte, batchSize)}
+	for written := range writes {
+		if err := stream.Send(batch); err != nil {
+			return err
+		}
+		written()
+	}
+	return nil
+}
+
+// startBareEdges starts the process with the edges of a benchmark.
+func startBareEdges(b *testing.B, protocol string, server net.Addr) {
+	b.Helper()
+	process := exec.CommandContext(b.Context(), os.Args[0])
+	process.Env = append(os.Environ(), bareServer+"="+server.String(), bareProtocol+"="+protocol)
+	process.Stdout, process.Stderr = os.Stderr, os.Stderr
+	if err := process.Start(); err != nil {
+		b.Fatal(err)
+	}
+	b.Cleanup(func() { process.Wait() }) // the end of the context has killed it
+}
+
+// writeToAll has all writers write a batch, again and again, and reports the processor time of one batch to all. Then
+// it ends the writers.
+func writeToAll(b *testing.B, writers []chan<- func()) {
+	var written sync.WaitGroup
 	before := processorTime(b)
 	for b.Loop() {
-		written.Add(edges)
-		batch := make([]byte, batchSize)
-		for _, c := range changes {
-			c <- batch
+		written.Add(len(writers))
+		for _, w := range writers {
+			w <- written.Done
 		}
 		written.Wait()
+		time.Sleep(betweenBatches)
 	}
 	spent := processorTime(b) - before
 	b.ReportMetric(spent.Seconds()*1e3/float64(b.N), "cpu-ms/op")
-	for i, c := range conns {
-		close(changes[i])
-		c.Close()
+	for _, w := range writers {
+		close(w)
 	}
-	running.Wait()
 }
 
 // processorTime returns the processor time of this process.
