@@ -344,7 +344,14 @@ func (h *Hub) readyLocked() {
 
 // Stop ends each Watch, and makes new ones fail: this replica learns of no changes any more. So edges ask another
 // replica, and know meanwhile that their state is not current. Target and Endpoints go on. Stop may be called once.
-func (h *Hub) Stop() { close(h.stopped) }
+func (h *Hub) Stop() {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	close(h.stopped)
+	for _, w := range h.watchers {
+		w.end(errStopped)
+	}
+}
 
 // Joined says that the edge of a node serves Services, so endpoints on the node can be reached through that edge. The
 // hub forgets the node after Left, or when the Node is deleted.

@@ -470,7 +470,7 @@ func TestServedWhenAllIsKnown(t *testing.T) {
 			ctx, cancel := context.WithCancel(t.Context())
 			begun := make(chan error, 2) // capacity 2: nobody waits for the second one before it has ended
 			begin := func() {
-				_, err := h.begin(ctx, "edge1", services.Digests{})
+				_, err := h.begin(ctx, "edge1", services.Digests{}, ignore)
 				begun <- err
 			}
 			go begin()
@@ -500,10 +500,13 @@ func TestServedWhenAllIsKnown(t *testing.T) {
 	h := newHub(Config{})
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	if _, err := h.begin(ctx, "edge1", services.Digests{}); status.Code(err) != codes.Canceled {
+	if _, err := h.begin(ctx, "edge1", services.Digests{}, ignore); status.Code(err) != codes.Canceled {
 		t.Errorf("an edge that has left gets %v", err)
 	}
 }
+
+// ignore is the end of a watcher that has no Watch.
+func ignore(error) {}
 
 // BenchmarkFirstList sets the objects of a cluster while 500 edges wait for the first batch.
 func BenchmarkFirstList(b *testing.B) {
@@ -512,7 +515,7 @@ func BenchmarkFirstList(b *testing.B) {
 		ctx, cancel := context.WithCancel(b.Context())
 		var waiting sync.WaitGroup
 		for range 500 {
-			waiting.Go(func() { h.begin(ctx, "edge", services.Digests{}) })
+			waiting.Go(func() { h.begin(ctx, "edge", services.Digests{}, ignore) })
 		}
 		for i := range 55_000 {
 			h.Set(services.NodePath(strconv.Itoa(i)), nil)

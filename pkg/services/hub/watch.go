@@ -18,10 +18,10 @@ type watcher struct {
 	// position and own are guarded by Hub.mu. Only next changes the position.
 	position
 	own
-	whole    bool          // a series of whole buckets is under way; guarded by Hub.mu
-	part     int           // in such a series: buckets below are being sent; guarded by Hub.mu
-	started  bool          // the edge has got a batch; owned by the goroutine of Watch
-	replaced chan struct{} // closed by a newer Watch of the node, never sent to
+	whole   bool                    // a series of whole buckets is under way; guarded by Hub.mu
+	part    int                     // in such a series: buckets below are being sent; guarded by Hub.mu
+	started bool                    // the edge has got a batch; owned by the goroutine of Watch
+	end     context.CancelCauseFunc // ends the Watch with a status; set once
 }
 
 // position says which buckets and changes an edge has got, and so what the hub sends next.
@@ -83,12 +83,13 @@ func (h *Hub) Watch(node tunnel.NodeName, stream pb.Services_WatchServer) error 
 		return status.Error(codes.InvalidArgument, err.Error())
 	}
 	ahead := unasked{heeded: asked.GetUnasked()}
-	ctx := stream.Context()
-	w, err := h.begin(ctx, node, has)
+	ctx, end := context.WithCancelCause(stream.Context())
+	defer end(nil)
+	w, err := h.begin(ctx, node, has, end)
 	if err != nil {
 		return err
 	}
-	defer h.end(node, w)
+	defer h.forget(node, w)
 	for {
 		batch, err := h.next(ctx, w)
 		if err != nil {
@@ -137,9 +138,11 @@ func (u *unasked) permits(b *pb.Batch) bool {
 }
 
 // begin waits until the hub knows all objects, and registers a watcher. has are the digests of the items that the edge
-// has: the hub sends the buckets that differ.
-func (h *Hub) begin(ctx context.Context, node tunnel.NodeName, has services.Digests) (*watcher, error) {
-	w := &watcher{replaced: make(chan struct{})}
+// has: the hub sends the buckets that differ. The hub calls end to end the Watch.
+func (h *Hub) begin(
+	ctx context.Context, node tunnel.NodeName, has services.Digests, end context.CancelCauseFunc,
+) (*watcher, error) {
+	w := &watcher{end: end}
 	select {
 	case <-h.served:
 	case <-h.stopped:
@@ -149,17 +152,20 @@ func (h *Hub) begin(ctx context.Context, node tunnel.NodeName, has services.Dige
 	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
+	if tunnel.IsClosed(h.stopped) {
+		return nil, errStopped
+	}
 	h.beginLocked(w, node, has)
 	w.cursor, w.goal = h.seq, h.seq
 	if before := h.watchers[node]; before != nil {
-		close(before.replaced)
+		before.end(errReplaced)
 	}
 	h.watchers[node] = w
 	return w, nil
 }
 
-// end forgets a watcher.
-func (h *Hub) end(node tunnel.NodeName, w *watcher) {
+// forget forgets a watcher.
+func (h *Hub) forget(node tunnel.NodeName, w *watcher) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.watchers[node] == w {
@@ -173,9 +179,9 @@ var (
 	errBehind   = status.Error(codes.Aborted, "too many items were deleted since the last batch: watch again")
 )
 
-// next waits until there is something for the edge, and returns the batch.
+// next waits until there is something for the edge, and returns the batch. It fails when ctx is done.
 func (h *Hub) next(ctx context.Context, w *watcher) (*pb.Batch, error) {
-	for {
+	for ctx.Err() == nil {
 		h.mu.Lock()
 		changed := h.changed.Next()
 		batch, more, err := h.advanceLocked(w)
@@ -190,26 +196,18 @@ func (h *Hub) next(ctx context.Context, w *watcher) (*pb.Batch, error) {
 		}
 		select {
 		case <-changed:
-		case <-w.replaced:
-			return nil, errReplaced
-		case <-h.stopped:
-			return nil, errStopped
 		case <-ctx.Done():
-			return nil, status.FromContextError(ctx.Err()).Err()
 		}
 	}
+	if cause := context.Cause(ctx); status.Code(cause) == codes.Aborted { // watcher.end
+		return nil, cause
+	}
+	return nil, status.FromContextError(ctx.Err()).Err()
 }
 
 // advanceLocked returns the next batch for the edge, and moves the edge's position behind the batch. more says that the
 // series goes on after the batch. advanceLocked returns nil if there is nothing to send now. The caller holds mu.
 func (h *Hub) advanceLocked(w *watcher) (b *batch, more bool, err error) {
-	select {
-	case <-w.replaced:
-		return nil, false, errReplaced
-	case <-h.stopped:
-		return nil, false, errStopped
-	default:
-	}
 	h.settleLocked()
 	if w.cursor < h.floor {
 		return nil, false, errBehind
