@@ -24,9 +24,9 @@ func TestSilentSocket(t *testing.T) {
 	_, path := listenSocket(t) // the kernel accepts connections, and nobody answers
 	t.Cleanup(func() { limited = context.WithTimeout })
 	for line, want := range map[string]time.Duration{
-		"restart":                               64 * time.Second,
-		"drain":                                 35 * time.Second,
-		"drain --stop":                          35 * time.Second,
+		"restart":                               74 * time.Second,
+		"drain":                                 45 * time.Second,
+		"drain --stop":                          45 * time.Second,
 		"reload":                                reloadTimeout,
 		"forward ls":                            reloadTimeout,
 		"forward rm 127.0.0.1:1":                reloadTimeout,
