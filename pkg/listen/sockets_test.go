@@ -124,10 +124,10 @@ func TestSockets(t *testing.T) {
 				t.Fatal("it serves")
 			case <-time.After(50 * time.Millisecond):
 			}
-			next.Serve()
 			if !next.LastAccepted(Callers).IsZero() {
 				t.Error("a caller is noted that was not accepted")
 			}
+			next.Serve()
 			want(t, "the new process serves", second, nil)
 			if next.LastAccepted(Callers).IsZero() {
 				t.Error("the new process does not note its callers")

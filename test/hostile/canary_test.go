@@ -375,8 +375,8 @@ func (c *cage) run() {
 	for name, log := range map[string]*rig.Log{"cloud": &c.CloudLog, "edge": &c.EdgeLog} {
 		text := log.String()
 		c.out.add("the log of the "+name, text)
-		if strings.Contains(text, "panic") {
-			t.Errorf("the %s has panicked", name)
+		if i := strings.Index(text, "panic"); i >= 0 {
+			t.Errorf("the %s has panicked: %s", name, text[max(0, i-1000):min(len(text), i+1000)])
 		}
 	}
 	c.collector.Close() // which waits for requests
