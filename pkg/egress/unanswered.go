@@ -54,10 +54,14 @@ func (f *frames) feed(b []byte, found func(typ, flags byte, stream uint32, lengt
 	}
 }
 
-var errUnanswered = errors.New("the caller sent more bytes before the answer than a dial request has")
+var (
+	errUnanswered = errors.New("the caller sent more bytes before the answer than a dial request has")
+	errStreams    = errors.New("the caller began a stream again, or more streams than it may")
+)
 
 // unansweredConn is a caller's connection. Reading fails after a stream has sent more than maxUnanswered
-// bytes before our answer.
+// bytes before our answer. It also fails after more than proxyStreams streams without an answer, and after a stream
+// with a used id (RFC 9113 section 5.1.1). gRPC refuses such streams itself, and keeps an answer for each.
 type unansweredConn struct {
 	net.Conn
 	counters *tunnel.Counters
@@ -66,6 +70,7 @@ type unansweredConn struct {
 
 	mu      sync.Mutex     // guards the following
 	streams map[uint32]int // unanswered streams by id, with the bytes of data that each has sent
+	last    uint32         // the highest id of a stream
 }
 
 func newUnansweredConn(c net.Conn, counters *tunnel.Counters) *unansweredConn {
@@ -77,25 +82,29 @@ func (c *unansweredConn) Read(b []byte) (int, error) {
 	n, err := c.Conn.Read(b)
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	tooMany := false
+	tooMuch, tooMany := false, false
 	c.in.feed(b[:n], func(typ, _ byte, stream uint32, length int) {
 		switch typ {
 		case frameHeaders:
-			if _, known := c.streams[stream]; !known {
-				c.streams[stream] = 0
+			if tooMany = tooMany || stream <= c.last || len(c.streams) == proxyStreams; !tooMany {
+				c.streams[stream], c.last = 0, stream
 			}
 		case frameReset:
 			delete(c.streams, stream)
 		case frameData:
 			if sent, unanswered := c.streams[stream]; unanswered {
 				c.streams[stream] = sent + length
-				tooMany = tooMany || sent+length > maxUnanswered
+				tooMuch = tooMuch || sent+length > maxUnanswered
 			}
 		}
 	})
-	if tooMany {
+	switch {
+	case tooMuch:
 		c.counters.Limited(tunnel.LimitMessage)
 		return 0, errUnanswered
+	case tooMany:
+		c.counters.Limited(tunnel.LimitStreams)
+		return 0, errStreams
 	}
 	return n, err
 }

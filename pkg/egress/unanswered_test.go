@@ -8,6 +8,7 @@ import (
 	"io"
 	"net"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -216,6 +217,37 @@ func TestUnansweredConn(t *testing.T) {
 			if len(c.streams) > 2 {
 				t.Errorf("%s: %v", name, c.streams)
 			}
+		}
+	}
+}
+
+// Streams that gRPC would refuse itself end the connection.
+func TestStreamsThatGRPCAnswers(t *testing.T) {
+	var most []uint32
+	for i := range uint32(proxyStreams) {
+		most = append(most, 2*i+1)
+	}
+	for name, tc := range map[string]struct {
+		ids  []uint32
+		want error
+	}{
+		"as many as a caller may begin": {most, nil},
+		"one more":                      {append(slices.Clone(most), 2*proxyStreams+1), errStreams},
+		"a stream again":                {[]uint32{1, 3, 3}, errStreams},
+		"an older id":                   {[]uint32{1, 5, 3}, errStreams},
+	} {
+		wire := bytes.NewBufferString(http2.ClientPreface)
+		f := http2.NewFramer(wire, nil)
+		for _, id := range tc.ids {
+			f.WriteHeaders(http2.HeadersFrameParam{StreamID: id, BlockFragment: []byte("x"), EndHeaders: true})
+		}
+		counters := new(tunnel.Counters)
+		c := newUnansweredConn(&pieces{rest: wire.Bytes(), piece: 1000}, counters)
+		if _, err := io.Copy(io.Discard, c); !errors.Is(err, tc.want) {
+			t.Errorf("%s: %v, want %v", name, err, tc.want)
+		}
+		if n := counters.LimitedBy(tunnel.LimitStreams); (n == 1) != (tc.want != nil) {
+			t.Errorf("%s: the limit is counted %d times", name, n)
 		}
 	}
 }

@@ -3,6 +3,7 @@ package https
 import (
 	"crypto/tls"
 	"errors"
+	"fmt"
 	"io"
 	"net"
 	"sync"
@@ -10,6 +11,7 @@ import (
 	"syscall"
 	"time"
 
+	"tunnel.example/tunnel/pkg/hello"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
@@ -18,6 +20,8 @@ import (
 type clientConn struct {
 	net.Conn
 	replay []byte // bytes that Read returns first; owned by the reader
+	// left is how many more bytes Read returns before it fails; 0: any number. Owned by the reader.
+	left int
 
 	// Set before the connection is handed on, and never changed afterwards.
 	port     int    // index of FrontDoor.ports
@@ -33,7 +37,25 @@ type clientConn struct {
 	mustLinger atomic.Bool // the caller may still be sending, so Close must not destroy our last bytes
 }
 
+// maxHandshake is how many bytes a caller may send until its TLS handshake is done: a ClientHello, and a message with
+// certificates. crypto/tls would parse 256 KiB of certificates before it verifies one.
+const maxHandshake = hello.MaxLen + 32<<10
+
+var errLongHandshake = fmt.Errorf("the TLS handshake is longer than %d bytes", maxHandshake)
+
 func (c *clientConn) Read(p []byte) (int, error) {
+	if c.left == 0 {
+		return c.read(p)
+	}
+	n, err := c.read(p[:min(len(p), c.left)])
+	if c.left -= n; c.left == 0 && err == nil {
+		return 0, errLongHandshake
+	}
+	return n, err
+}
+
+// read is Read without a limit.
+func (c *clientConn) read(p []byte) (int, error) {
 	if len(c.replay) > 0 {
 		n := copy(p, c.replay)
 		if c.replay = c.replay[n:]; len(c.replay) == 0 {

@@ -386,12 +386,12 @@ func (p *proxy) probe(ctx context.Context, n tunnel.NodeName, ref podRef, caller
 			why = "set enableDebuggingHandlers in the kubelet's configuration"
 		}
 		p.f.warn(denyProbe, "a kubelet refuses to say whether it has a pod",
-			"node", string(n), "err", fmt.Sprintf("%s: %s", res.Status, why))
+			"node", string(n), "err", fmt.Sprintf("%s: %s", shown(res.Status), why))
 		return errDenied
 	case s == http.StatusNotFound, s < 400: // below 400: the listener is not a kubelet
 		return errNoPod
 	case s == http.StatusTooManyRequests, s >= 500:
-		return fmt.Errorf("the kubelet of node %s answers %s", n, res.Status)
+		return fmt.Errorf("the kubelet of node %s answers %s", n, shown(res.Status))
 	}
 	return nil
 }

@@ -49,6 +49,22 @@ func TestHeadersLimit(t *testing.T) {
 	r.wantLimited(tunnel.LimitHeaders, 3)
 }
 
+// A caller with long certificates is disconnected before they are parsed.
+func TestLongHandshake(t *testing.T) {
+	r := newRig(t, nil, nil).start()
+	cfg := r.caller("127.0.0.1")
+	long := r.clientCA.issue(DefaultClientName)
+	for len(long.Certificate) < 2*maxHandshake/len(long.Certificate[0]) {
+		long.Certificate = append(long.Certificate, long.Certificate[0])
+	}
+	cfg.Certificates = []tls.Certificate{*long}
+	c := tls.Client(r.tcp(), cfg)
+	io.Copy(io.Discard, c) // returns when the door closes the connection
+	testkit.Eventually(t, "the log says why", func() bool {
+		return strings.Contains(r.logs.String(), "the TLS handshake is longer than 98304 bytes")
+	})
+}
+
 // A caller that does not finish its ClientHello, handshake or header in time is disconnected and
 // counted; so is one that may not call.
 func TestHandshakeTimeout(t *testing.T) {

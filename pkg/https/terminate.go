@@ -53,7 +53,10 @@ func (f *FrontDoor) terminate(ctx, live context.Context, web *web, c *clientConn
 	hctx, cancel := context.WithTimeout(ctx, f.cfg.Limits.HandshakeTimeout)
 	defer cancel()
 	tc := tls.Server(c, f.cfg.serverTLS())
-	if err := tc.HandshakeContext(hctx); err != nil {
+	c.left = maxHandshake
+	err := tc.HandshakeContext(hctx)
+	c.left = 0
+	if err != nil {
 		if hctx.Err() == context.DeadlineExceeded {
 			f.cfg.Counters.Limited(tunnel.LimitHandshakeTimeout)
 		}
@@ -151,6 +154,7 @@ func (f *FrontDoor) startWeb(live context.Context) *web {
 		Protocols: protocols,
 		HTTP2: &http.HTTP2Config{
 			MaxConcurrentStreams:          maxStreams,
+			MaxReadFrameSize:              16 << 10, // net/http's default keeps 1 MiB for a frame that never comes
 			MaxReceiveBufferPerStream:     streamWindow,
 			MaxReceiveBufferPerConnection: connWindow,
 		},

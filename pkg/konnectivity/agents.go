@@ -379,7 +379,6 @@ func (s *agentService) handle(_ any, stream grpc.ServerStream) error {
 	}
 	defer a.unregister(l)
 	t.conn.Met()
-	t.joined.Store(true)
 	return s.serve(stream, l, grant)
 }
 

@@ -1104,30 +1104,52 @@ func TestLeavingAgentIsNotAttached(t *testing.T) {
 	}
 }
 
-// A stranger that opens streams which gRPC answers itself is hung up on: gRPC keeps an answer for each.
-func TestStreamsOfStrangers(t *testing.T) {
-	r := newAgentsRig(t, nil)
-	c, err := tls.Dial("tcp", r.addr, &tls.Config{RootCAs: r.pool, NextProtos: []string{"h2"}})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer c.Close()
-	c.SetDeadline(time.Now().Add(time.Minute))
-	io.WriteString(c, http2.ClientPreface)
-	f := http2.NewFramer(c, c)
-	f.WriteSettings()
-	var header bytes.Buffer
-	hpack.NewEncoder(&header).WriteField(hpack.HeaderField{Name: "content-type", Value: "none"})
-	for id := uint32(1); id <= 2*earlyStreams+1; id += 2 { // one too many, at any rate
-		frame := http2.HeadersFrameParam{StreamID: id, BlockFragment: header.Bytes(), EndHeaders: true}
-		if f.WriteHeaders(frame) != nil {
-			break
-		}
-	}
-	if _, err := io.Copy(io.Discard, c); errors.Is(err, os.ErrDeadlineExceeded) {
-		t.Error("the connection goes on")
-	}
-	if n := r.cfg.Counters.LimitedBy(tunnel.LimitStreams); n != 1 {
-		t.Errorf("the limit is counted %d times", n)
+// Who begins streams that gRPC refuses itself is hung up on: gRPC keeps an answer for each.
+func TestStreamsThatGRPCAnswers(t *testing.T) {
+	for name, joins := range map[string]bool{"a stranger": false, "an agent": true} {
+		t.Run(name, func(t *testing.T) {
+			r := newAgentsRig(t, nil)
+			c, err := tls.Dial("tcp", r.addr, &tls.Config{RootCAs: r.pool, NextProtos: []string{"h2"}})
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer c.Close()
+			c.SetDeadline(time.Now().Add(time.Minute))
+			io.WriteString(c, http2.ClientPreface)
+			f, next := http2.NewFramer(c, c), uint32(1)
+			f.WriteSettings()
+			var header bytes.Buffer
+			enc := hpack.NewEncoder(&header)
+			begin := func(fields ...string) error {
+				header.Reset()
+				for i := 0; i < len(fields); i += 2 {
+					enc.WriteField(hpack.HeaderField{Name: fields[i], Value: fields[i+1]})
+				}
+				frame := http2.HeadersFrameParam{StreamID: next, BlockFragment: header.Bytes(), EndHeaders: true}
+				next += 2
+				return f.WriteHeaders(frame)
+			}
+			left := ownStreams
+			if joins {
+				if err := begin(":method", "POST", ":scheme", "https", ":path", "/AgentService/Connect", ":authority", "cloud",
+					"content-type", "application/grpc", "te", "trailers", "agentid", "n1",
+					"authorization", "Bearer token of n1"); err != nil {
+					t.Fatal(err)
+				}
+				testkit.Eventually(t, "the agent has joined", func() bool { return r.dir.Lookup("n1") != nil })
+				left--
+			}
+			for range left + 1 {
+				if begin("content-type", "none") != nil {
+					break
+				}
+			}
+			if _, err := io.Copy(io.Discard, c); errors.Is(err, os.ErrDeadlineExceeded) {
+				t.Error("the connection goes on")
+			}
+			if n := r.cfg.Counters.LimitedBy(tunnel.LimitStreams); n != 1 {
+				t.Errorf("the limit is counted %d times", n)
+			}
+		})
 	}
 }

@@ -22,7 +22,6 @@ type agentTransport struct {
 	credentials.TLSInfo
 	conn      *ports.Conn
 	attempted atomic.Bool // a stream has tried to join; there is one attempt per connection
-	joined    atomic.Bool // an agent has joined
 }
 
 // agentCreds are TLS credentials whose AuthInfo is an *agentTransport. After the handshake the
@@ -34,10 +33,10 @@ type agentCreds struct {
 	flooded func(remote string, limit tunnel.Limit)
 }
 
-// A connection may begin earlyStreams streams before an agent has joined, and ownStreams a second afterwards; an agent
+// A connection may begin ownStreams streams in its whole life: gRPC may keep an answer of its own for each. An agent
 // needs one. It may send ownFrames HTTP/2 frames without data a second, in bursts of two seconds: unlike an edge, an
 // agent measures the link by two frames for each round trip while it receives data (grpc-go's estimator).
-const earlyStreams, ownStreams, ownFrames = 8, 1, 64_000
+const ownStreams, ownFrames = 8, 64_000
 
 // ServerHandshake implements credentials.TransportCredentials.
 func (c agentCreds) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
@@ -53,16 +52,13 @@ func (c agentCreds) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInf
 		return nil, nil, errors.New("not a TLS connection of this listener")
 	}
 	t := &agentTransport{TLSInfo: tlsInfo, conn: accepted}
-	early := 0
-	streams, frames := rate.NewLimiter(ownStreams, earlyStreams), rate.NewLimiter(ownFrames, 2*ownFrames)
+	streams, frames := 0, rate.NewLimiter(ownFrames, 2*ownFrames)
 	return ports.NewMetered(conn, 0, func(newStreams, newFrames int) bool {
-		now, limit := time.Now(), tunnel.LimitStreams
-		if !t.joined.Load() {
-			early += newStreams
-		}
+		limit := tunnel.LimitStreams
+		streams += newStreams
 		switch {
-		case early > earlyStreams, t.joined.Load() && !streams.AllowN(now, newStreams):
-		case !frames.AllowN(now, newFrames):
+		case streams > ownStreams:
+		case !frames.AllowN(time.Now(), newFrames):
 			limit = tunnel.LimitFrames
 		default:
 			return false

@@ -15,7 +15,8 @@ import (
 //
 //   - HEADERS, which open streams. gRPC answers some of them itself: it runs no handler and no interceptor, quotes what
 //     the peer has sent, and keeps thousands of answers for a peer that does not read.
-//   - Frames without payload data: SETTINGS, PING, PRIORITY, WINDOW_UPDATE, RST_STREAM, empty DATA and others. DATA
+//   - Frames without payload data: SETTINGS, PING, PRIORITY, WINDOW_UPDATE, RST_STREAM, empty DATA and others. In
+//     SETTINGS, each setting counts: gRPC copies all, and one of them makes it look at each stream. DATA
 //     with padding or with a few bytes counts as well: gRPC clients send none, but for the tail of a message.
 type Metered struct {
 	net.Conn
@@ -35,6 +36,9 @@ type Metered struct {
 
 // http2Header is the length of a frame header in bytes (RFC 9113 section 4.1).
 const http2Header = 9
+
+// settingBytes is the length of a setting in bytes (RFC 9113 section 6.5.1).
+const settingBytes = 6
 
 // tinyData is the least length of DATA that does not count, in bytes. The head of a gRPC message has five.
 const tinyData = 8
@@ -105,6 +109,8 @@ func (c *Metered) count(b []byte) (streams, frames int) {
 		switch {
 		case typ == http2.FrameHeaders:
 			streams++
+		case typ == http2.FrameSettings:
+			frames += 1 + length/settingBytes
 		case typ != http2.FrameData, length < tinyData, flags.Has(http2.FlagDataPadded):
 			frames++
 		}

@@ -27,7 +27,7 @@ func TestMeteredCounts(t *testing.T) {
 		f.WriteDataPadded(1, false, []byte("x"), []byte{0})
 		f.WriteContinuation(1, true, []byte("xyz"))
 		f.WriteGoAway(0, 0, []byte("bye"))
-		want += 8
+		want += 9
 	}
 	for _, most := range []int{1, 2, 7, 8, 9, 10, 100, 1000, 1 << 20} {
 		opened, got := 0, 0

@@ -603,6 +603,16 @@ func TestStreamsThatGRPCAnswers(t *testing.T) {
 		}
 		r.wantLimited(tunnel.LimitStreams, 1)
 	})
+	t.Run("of a stranger, two", func(t *testing.T) {
+		r := newRig(t)
+		f, c := r.framer()
+		open(f, 3)
+		open(f, 5)
+		if _, err := io.Copy(io.Discard, c); errors.Is(err, os.ErrDeadlineExceeded) {
+			t.Errorf("the connection goes on: %v", err)
+		}
+		r.wantLimited(tunnel.LimitStreams, 1)
+	})
 	t.Run("of an edge", func(t *testing.T) {
 		r := newRig(t, func(c *ServerConfig) { c.Limits.Opens = 1 })
 		f, _ := r.joinedFramer()
@@ -640,14 +650,14 @@ func TestWaitForHandlers(t *testing.T) {
 		var busy transport
 		busy.unserved.Store(10 * maxUnserved)
 		time.AfterFunc(unservedPauses*unservedPause/2, func() { busy.unserved.Store(maxUnserved) })
-		if !busy.waitForHandlers(nil) {
+		if !busy.waitForHandlers(maxUnserved, nil) {
 			t.Error("late handlers are taken for none")
 		}
 		var over transport
 		over.unserved.Store(maxUnserved + 1)
 		ended := make(chan struct{})
 		close(ended)
-		if start := time.Now(); over.waitForHandlers(ended) || time.Since(start) > unservedPause {
+		if start := time.Now(); over.waitForHandlers(maxUnserved, ended) || time.Since(start) > unservedPause {
 			t.Error("the server reads on after the end of the session")
 		}
 	})

@@ -522,12 +522,12 @@ func (s *Server) intercept(srv any, stream grpc.ServerStream, _ *grpc.StreamServ
 	if t.refused.Load() {
 		return status.Error(codes.Unavailable, "this connection is being closed")
 	}
-	if t.session.Load() == nil { // with a session, the metadata of the connection's first stream was checked before
-		if err := s.metadataFits(stream.Context()); err != nil {
+	if err := s.metadataFits(stream.Context()); err != nil {
+		if t.session.Load() == nil {
 			t.refuse()
 			s.refused(stream.Context(), t, &refusedJoin{told: err})
-			return err
 		}
+		return err
 	}
 	var answer error
 	if err := tunnel.Guard(s.log, s.cfg.Counters, "the session ends", func() error {
@@ -548,14 +548,14 @@ func (s *Server) intercept(srv any, stream grpc.ServerStream, _ *grpc.StreamServ
 	return answer
 }
 
-// maxUnserved is how many streams of a connection may have begun without a handler. Between the read of a stream and
-// its handler, an honest edge has some. gRPC refuses other streams itself, without a handler: those with a content type
-// that is not gRPC's, for example. Such a stream counts as long as the connection lives. The answer of gRPC quotes up
-// to 2 × Limits.Metadata bytes four times, and gRPC keeps it for a peer that does not read.
+// maxUnserved is how many streams of a session may have begun without a handler when another one begins. Between the
+// read of a stream and its handler, an honest edge has some. gRPC refuses other streams itself, without a handler:
+// those with a content type that is not gRPC's, for example. Such a stream counts as long as the connection lives. The
+// answer of gRPC quotes up to 2 × Limits.Metadata bytes four times, and gRPC keeps it for a peer that does not read.
 const maxUnserved = 32
 
-// Above maxUnserved, the server reads no further until handlers run. It checks every unservedPause, and unservedPauses
-// times at most. A busy process may run the handlers late.
+// With more such streams, or with one before a session, the server reads no further until handlers run. It checks every
+// unservedPause, and unservedPauses times at most. A busy process may run the handlers late.
 const (
 	unservedPause  = time.Millisecond
 	unservedPauses = 2000
@@ -571,12 +571,13 @@ func (s *Server) count(t *transport, streams, frames int) (tooMany bool) {
 	cs := t.session.Load()
 	if cs == nil { // of frames, it can send few, because it can send few bytes
 		t.early += streams
+		tooMany = t.early > maxEarlyStreams || streams > 0 && !t.waitForHandlers(0, nil)
 		t.unserved.Add(int64(streams))
-		if tooMany = t.early > maxEarlyStreams; tooMany {
+		if tooMany {
 			s.cfg.Counters.Limited(tunnel.LimitStreams)
 			t.refuse()
 			s.refused(context.Background(), t, &refusedJoin{told: limitErrorf(tunnel.LimitStreams,
-				"a connection without a session has begun more than %d streams", maxEarlyStreams)})
+				"a connection without a session has begun more than %d streams, or one that gRPC refuses", maxEarlyStreams)})
 		}
 		return tooMany
 	}
@@ -587,7 +588,7 @@ func (s *Server) count(t *transport, streams, frames int) (tooMany bool) {
 		cs.Close(err)
 		return true
 	}
-	if streams > 0 && !t.waitForHandlers(cs.done) {
+	if streams > 0 && !t.waitForHandlers(maxUnserved, cs.done) {
 		if tunnel.IsClosed(cs.done) {
 			t.refuse()
 			return true

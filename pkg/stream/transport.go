@@ -81,14 +81,14 @@ func (c serverCreds) Clone() credentials.TransportCredentials {
 	return serverCreds{c.TransportCredentials.Clone(), c.attach, c.count, c.balancers}
 }
 
-// waitForHandlers waits while more than maxUnserved streams of t have no handler. It returns false if they get none, or
-// if ended is closed meanwhile.
-func (t *transport) waitForHandlers(ended <-chan struct{}) bool {
-	if t.unserved.Load() > maxUnserved {
+// waitForHandlers waits while more than most streams of t have no handler. It returns false if they get none, or if
+// ended is closed meanwhile.
+func (t *transport) waitForHandlers(most int64, ended <-chan struct{}) bool {
+	if t.unserved.Load() > most {
 		runtime.Gosched() // the handlers run
 	}
 	for range unservedPauses {
-		if t.unserved.Load() <= maxUnserved {
+		if t.unserved.Load() <= most {
 			return true
 		}
 		select {

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"log/slog"
 	"maps"
 	"net"
 	"net/http"
@@ -118,11 +119,12 @@ func (r *Relay) openHealth(
 	server.http = &http.Server{
 		Handler:     http.HandlerFunc(func(w http.ResponseWriter, q *http.Request) { r.answerHealth(w, q, at.path) }),
 		ReadTimeout: healthTimeout, WriteTimeout: healthTimeout, IdleTimeout: healthTimeout, MaxHeaderBytes: 8 << 10,
+		ErrorLog: slog.NewLogLogger(r.log.Handler(), slog.LevelDebug),
 	}
-	serve := server.http.Serve
+	serve, bounded := server.http.Serve, netutil.LimitListener(listen.Steady(ln, r.log), healthConns)
 	serving.Go(func() {
 		r.guard(fail, func() error {
-			if err := serve(netutil.LimitListener(ln, healthConns)); !errors.Is(err, http.ErrServerClosed) {
+			if err := serve(bounded); !errors.Is(err, http.ErrServerClosed) {
 				return fmt.Errorf("listening on %s for load balancers: %w", ln.Addr(), err)
 			}
 			return nil
