@@ -107,8 +107,8 @@ const (
 	// lastTime is how long the old process continues before it drains. Callers that the old process accepted last have
 	// this time for their TLS handshake.
 	lastTime = 1500 * time.Millisecond
-	// restartTimeout is how long tunnel restart waits for the answer. It is longer than all that the old process waits
-	// for: busyTime, startTime and a second more, 2*moveTime and systemdTime.
+	// restartTimeout is how long tunnel restart waits for the answer of the old process. The old process waits for at
+	// most busyTime, startTime and one second, 2*moveTime, and systemdTime, one after the other.
 	restartTimeout = busyTime + startTime + 2*moveTime + 10*time.Second
 	// firstTime is how long after the first edge has come the new process waits for the other edges before it serves.
 	// An edge without conns keeps its old session for stream.Overlap, which is longer than firstTime and lastTime

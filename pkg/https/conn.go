@@ -37,8 +37,9 @@ type clientConn struct {
 	mustLinger atomic.Bool // the caller may still be sending, so Close must not destroy our last bytes
 }
 
-// maxHandshake is how many bytes a caller may send until its TLS handshake is done: a ClientHello, and a message with
-// certificates. crypto/tls would parse 256 KiB of certificates before it verifies one.
+// maxHandshake is how many bytes a caller may send before its TLS handshake is done. It leaves room for the longest
+// ClientHello and for 32 KiB of certificates. Without it, crypto/tls would parse 256 KiB of certificates before it
+// verifies the first one.
 const maxHandshake = hello.MaxLen + 32<<10
 
 var errLongHandshake = fmt.Errorf("the TLS handshake is longer than %d bytes", maxHandshake)

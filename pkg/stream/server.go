@@ -548,10 +548,10 @@ func (s *Server) intercept(srv any, stream grpc.ServerStream, _ *grpc.StreamServ
 	return answer
 }
 
-// maxUnserved is how many streams of a session may have begun without a handler when another one begins. Between the
-// read of a stream and its handler, an honest edge has some. gRPC refuses other streams itself, without a handler:
-// those with a content type that is not gRPC's, for example. Such a stream counts as long as the connection lives. The
-// answer of gRPC quotes up to 2 × Limits.Metadata bytes four times, and gRPC keeps it for a peer that does not read.
+// maxUnserved bounds the streams of a session that have no handler yet. gRPC starts the handler of a stream soon after
+// it has read the stream, so an honest edge has few such streams. gRPC refuses some streams without a handler, such as one
+// with a wrong content type. A refused stream counts until the connection ends, because gRPC keeps its answer if the
+// peer does not read. The answer may be 128 KiB long: it quotes up to 2 × Limits.Metadata bytes, four bytes for each.
 const maxUnserved = 32
 
 // With more such streams, or with one before a session, the server reads no further until handlers run. It checks every

@@ -51,7 +51,7 @@ const (
 	// noWorse is how many times as long as in calm others may wait: the 99th of a hundred
 	// requests.
 	noWorse = 2
-	// moreRounds is how many rounds an attack has if the first ones show others waiting too long.
+	// moreRounds is how many rounds an attack has in all, if others waited too long in the first rounds.
 	moreRounds = 15
 	// often is how long a caller waits before its next request.
 	often = 4 * time.Millisecond

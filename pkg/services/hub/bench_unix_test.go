@@ -146,8 +146,8 @@ func BenchmarkTLSAlone(b *testing.B) {
 	running.Wait()
 }
 
-// BenchmarkGRPCAlone is BenchmarkTLSAlone with gRPC: what is left of the cloud's processor time for a change without
-// hub and sessions.
+// BenchmarkGRPCAlone reports how much of the cloud's processor time for a change gRPC, TLS and the kernel take. It has
+// neither hub nor sessions: a gRPC stream for each of 500 connections sends a batch.
 func BenchmarkGRPCAlone(b *testing.B) {
 	pair := testca.New(b, "ca").Pair(b, auth.Leaf{Server: true})
 	ln, err := net.Listen("tcp", "127.0.0.1:0")

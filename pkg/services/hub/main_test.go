@@ -37,8 +37,8 @@ const (
 	batchSize, batchHeaders = 146, 14
 	// bareWindow is a window in bytes. Given one, gRPC does not measure the link by pings.
 	bareWindow = 1 << 20
-	// betweenBatches is longer than gRPC takes to write a batch that it has accepted. Otherwise it would write two
-	// batches at once.
+	// betweenBatches is the pause after a batch. gRPC writes a batch some time after Send has returned. Without the pause
+	// it would write two batches in one system call.
 	betweenBatches = 20 * time.Millisecond
 )
 
