@@ -54,6 +54,7 @@ type Queue struct {
 	// get in.
 	minDialsFree int
 	rateLimited  bool        // Take has refused the next waiter; tickLocked clears it
+	looked       time.Time   // when tickLocked last looked for hopeless waiters
 	wake         *time.Timer // calls tickLocked at wakeAt; nil: no tick is needed
 	wakeAt       time.Time
 }
@@ -73,6 +74,8 @@ const (
 	// beyond its share are refused. A distant link (600 ms), a retransmission and the edge's TCP
 	// handshake together take less.
 	silenceTimeout = 2 * time.Second
+	// silenceInterval is how often the queue looks for waiters that wait for such a target or node.
+	silenceInterval = silenceTimeout / 4
 	// trustPeriod is how long after an answer a target keeps the share of a target that answers.
 	trustPeriod = 10 * time.Minute
 	// newTargetOpens is how many unanswered opens a target may have before its first answer.
@@ -380,7 +383,7 @@ func (q *Queue) startLocked(t *target, now time.Time) bool {
 // target or node has become silent.
 func (q *Queue) watchLocked() {
 	if q.waiting > 0 && (q.Conns == 0 || q.conns < q.Conns) {
-		q.wakeLocked(silenceTimeout / 4)
+		q.wakeLocked(silenceInterval)
 	}
 }
 
@@ -522,10 +525,20 @@ func (q *Queue) wakeLocked(in time.Duration) {
 }
 
 // tickLocked refuses waiters that became hopeless with time, and lets in waiters that the limit
-// of opens per second held back.
+// of opens per second held back. That limit may cause a tick every millisecond, so most ticks do not look at all
+// waiters.
 func (q *Queue) tickLocked() {
 	q.wake, q.rateLimited = nil, false
 	now := time.Now()
+	if now.Sub(q.looked) >= silenceInterval {
+		q.looked = now
+		q.refuseHopelessLocked(now)
+	}
+	q.advanceLocked(now, nil)
+}
+
+// refuseHopelessLocked refuses each waiter that waits for answers that do not come.
+func (q *Queue) refuseHopelessLocked(now time.Time) {
 	for e := q.turns.Front(); e != nil; {
 		s := e.Value.(*source)
 		e = e.Next()
@@ -537,5 +550,4 @@ func (q *Queue) tickLocked() {
 			}
 		}
 	}
-	q.advanceLocked(now, nil)
 }
