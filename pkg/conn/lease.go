@@ -370,6 +370,12 @@ func (l *Lease) eofEndsBoth() bool { return true }
 // sendsAtOnce implements way.
 func (l *Lease) sendsAtOnce(sent int) bool { return sent <= finInline }
 
+// hasRoom implements way: it asks the connection below TLS.
+func (l *Lease) hasRoom() bool {
+	r, ok := l.data.raw.(interface{ HasRoom() bool })
+	return ok && r.HasRoom()
+}
+
 // endSaid implements way.
 func (l *Lease) endSaid() bool {
 	p := l.phase()

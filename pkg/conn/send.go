@@ -3,6 +3,7 @@ package conn
 import (
 	"io"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -20,6 +21,8 @@ type sendHalf struct {
 	flow     flow       // bounds the chunks that SendMsg has taken and not written
 	writeMu  sync.Mutex // held by Write: one at a time
 	sendMu   sync.Mutex // held around way.SendMsg, which takes one caller at a time
+
+	atOnce atomic.Int64 // bytes that TrySend has sent, and ReadFrom has not counted yet
 
 	// Set before the sender goroutine starts, which most conns need only at their end.
 	wake chan struct{} // signals the sender that there is something to send; capacity 1, so that signals merge
@@ -237,8 +240,9 @@ func (c *Conn) finish() {
 }
 
 // ReadFrom sends the bytes of src until src ends. It reads them into a block and sends the block. An error
-// is from src, or says that this conn takes no more bytes.
+// is from src, or says that this conn takes no more bytes. The bytes that TrySend sends meanwhile count.
 func (c *Conn) ReadFrom(src io.Reader) (n int64, err error) {
+	defer func() { n += c.out.atOnce.Swap(0) }()
 	var gather pace
 	for {
 		if !c.out.flow.wait(c.out.done) {
@@ -267,6 +271,37 @@ func (c *Conn) ReadFrom(src io.Reader) (n int64, err error) {
 			time.Sleep(gatherTime)
 		}
 	}
+}
+
+// maxAtOnce is the most bytes that TrySend sends.
+const maxAtOnce = 2 << 10
+
+// TrySend sends head and body as one chunk, in its caller's goroutine, if nothing waits to be sent before them and the
+// network takes them at once. Otherwise it sends nothing and returns false. It is for a source of small messages that
+// ReadFrom reads, while ReadFrom waits for the source.
+func (c *Conn) TrySend(head, body []byte) bool {
+	n := len(head) + len(body)
+	if n > maxAtOnce || !c.way.hasRoom() || !c.out.sendMu.TryLock() {
+		return false
+	}
+	defer c.out.sendMu.Unlock()
+	c.mu.Lock()
+	free := c.out.tailLen == 0 && c.in.stop != noticeDue && !tunnel.IsClosed(c.out.done) && !tunnel.IsClosed(c.over)
+	if free {
+		c.goroutines++ // this call counts as a goroutine, so that gone waits for it
+	}
+	c.mu.Unlock()
+	if !free {
+		return false
+	}
+	defer c.oneLess()
+	block := c.blocks.get()
+	copy(payload(block)[copy(payload(block), head):], body)
+	if c.send(&outgoing{block: block, n: n}) != nil {
+		return false
+	}
+	c.out.atOnce.Add(int64(n))
+	return true
 }
 
 // WriteSlice sends the payload of a chunk that another conn has received. It frees data, even if it fails.

@@ -17,6 +17,8 @@ type way interface {
 	// sendsAtOnce reports whether SendMsg of a chunk without payload returns without waiting, on a conn
 	// that has sent sent bytes before.
 	sendsAtOnce(sent int) bool
+	// hasRoom reports whether SendMsg of a few KiB returns without waiting, as far as this side can tell.
+	hasRoom() bool
 	// endSaid reports whether this side has told the other side that the conn has ended here.
 	endSaid() bool
 	// inputOver reports whether no more chunks come, so that RecvMsg would return io.EOF at once.
@@ -43,6 +45,9 @@ func (s *streamWay) eofEndsBoth() bool { return s.isEdge }
 
 // sendsAtOnce returns false: gRPC's SendMsg may wait for the stream's window, however small the chunk is.
 func (*streamWay) sendsAtOnce(int) bool { return false }
+
+// hasRoom returns false for the same reason.
+func (*streamWay) hasRoom() bool { return false }
 
 // endSaid returns false: a stream ends only by the status of the cloud's handler.
 func (*streamWay) endSaid() bool { return false }

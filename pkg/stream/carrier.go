@@ -261,6 +261,14 @@ func (c *carrier) acknowledges() (is bool) {
 	return is
 }
 
+// HasRoom reports whether the kernel takes some KiB at once. It returns false where nobody can tell.
+func (c *carrier) HasRoom() (has bool) {
+	if c.raw != nil {
+		c.raw.Control(func(fd uintptr) { has = hasRoom(fd) })
+	}
+	return has
+}
+
 // Write implements net.Conn. The kernel always fills its last packet, of up to 64 KiB, even beyond the bound
 // for unsent bytes. Over a thin link such a packet takes half a second. So on a thin link Write waits until
 // the kernel has fewer unsent bytes than the bound.

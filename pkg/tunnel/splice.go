@@ -499,6 +499,11 @@ func transfer(dst, src net.Conn, reads *atomic.Int64) (n int64, rerr, werr error
 		}
 		return n, nil, err
 	}
+	sender, ok := dst.(trySender)
+	if from, takes := src.(messageSource); ok && takes {
+		from.SendBy(sender.TrySend)
+		defer from.SendBy(nil)
+	}
 	from := &reader{r: src, reads: reads}
 	if to, ok := dst.(interface {
 		Resetter
@@ -515,6 +520,18 @@ func transfer(dst, src net.Conn, reads *atomic.Int64) (n int64, rerr, werr error
 		return n, from.err, nil
 	}
 	return n, nil, werr
+}
+
+// messageSource is a conn whose Read returns messages that other goroutines have queued. Those goroutines may send a
+// message themselves by a function that SendBy has given them, if none waits in the queue. That is faster than to wake
+// the goroutine that reads.
+type messageSource interface {
+	SendBy(send func(head, body []byte) bool)
+}
+
+// trySender is a conn that can say whether it sends a message at once, see [conn.Conn.TrySend].
+type trySender interface {
+	TrySend(head, body []byte) bool
 }
 
 // reader counts reads and keeps the error of a read, so that transfer does not take it for the

@@ -427,7 +427,7 @@ func (f *edgeFlow) receive() {
 		}
 		if len(p) > maxDatagram { // the cloud would reset the conn
 			c.edge.counters.Drop(DropTooLong, 1)
-		} else if why, ok := c.out.add(&f.share, kindDatagram, f.id, p, now); !ok {
+		} else if why, ok := c.out.send(&f.share, f.id, p, now); !ok {
 			c.edge.counters.Drop(why, 1)
 		}
 		return true

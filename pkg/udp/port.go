@@ -146,7 +146,7 @@ func (p *port) receiveAll() error {
 // maxFailures is how many errors in a row, with no datagram between, end a flow of an edge; a port logs them.
 const maxFailures = 100
 
-// forward queues a datagram of a caller, or returns why it is dropped.
+// forward sends or queues a datagram of a caller, or returns why it is dropped.
 func (p *port) forward(caller netip.AddrPort, c *control, datagram []byte) (why Reason, ok bool) {
 	switch {
 	case len(datagram) > maxDatagram:
@@ -155,39 +155,61 @@ func (p *port) forward(caller netip.AddrPort, c *control, datagram []byte) (why 
 		return DropDenied, false // nobody can answer, and the sender may have any address
 	}
 	now := time.Now()
+	f, why, ok := p.flowOf(caller, c, datagram, now)
+	if f == nil {
+		return why, ok
+	}
+	if why, ok = f.mux.out.send(&f.share, f.id, datagram, now); !ok {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		f.sent -= int64(len(datagram))
+	}
+	return why, ok
+}
+
+// flowOf returns the flow to which a datagram belongs, and counts the datagram as sent. If the datagram is the first of
+// its flow, flowOf opens the flow, queues the datagram, and returns nil. why and ok are the result of forward then.
+func (p *port) flowOf(
+	caller netip.AddrPort, c *control, datagram []byte, now time.Time,
+) (f *flow, why Reason, ok bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	f, target := p.table.flows[flowKey{caller, c.local}], p.Target
 	if p.router != nil {
 		if f, target, why, ok = p.routeLocked(f, caller, c, now); !ok {
-			return why, false
+			return nil, why, false
 		}
 	}
-	first := f == nil
-	if first {
-		if f, why, ok = p.openLocked(caller, c, target, now); !ok {
-			return why, false
-		}
-		shown := netip.AddrPortFrom(caller.Addr().Unmap().WithZone(""), caller.Port()) // a zone may have any name
-		open := opening{caller: shown.String(), datagram: datagram}.encode()
-		why, ok = f.mux.out.add(&f.share, kindOpen, f.id, open, now)
-	} else {
-		why, ok = f.mux.out.add(&f.share, kindDatagram, f.id, datagram, now)
+	if f == nil {
+		why, ok = p.forwardFirstLocked(caller, c, target, datagram, now)
+		return nil, why, ok
 	}
-	switch {
-	case !ok && first:
+	p.table.touch(f, true, now)
+	f.sent += int64(len(datagram))
+	return f, 0, true
+}
+
+// forwardFirstLocked opens a flow to a target and queues its first datagram. If it cannot, it returns why. The caller
+// holds mu.
+func (p *port) forwardFirstLocked(
+	caller netip.AddrPort, c *control, target string, datagram []byte, now time.Time,
+) (why Reason, ok bool) {
+	f, why, ok := p.openLocked(caller, c, target, now)
+	if !ok {
+		return why, false
+	}
+	shown := netip.AddrPortFrom(caller.Addr().Unmap().WithZone(""), caller.Port()) // a zone may have any name
+	open := opening{caller: shown.String(), datagram: datagram}.encode()
+	if why, ok = f.mux.out.add(&f.share, kindOpen, f.id, open, now); !ok {
 		f.refusal = tunnel.Refusef(tunnel.Overloaded, "the first datagram was dropped: %s", why)
 		p.forgetLocked(f) // without an end: the edge does not know the flow
 		return why, false
-	case first:
-		p.counters.Opened.Add(1)
-		p.showLocked(f)
 	}
+	p.counters.Opened.Add(1)
+	p.showLocked(f)
 	p.table.touch(f, true, now)
-	if ok {
-		f.sent += int64(len(datagram))
-	}
-	return why, ok
+	f.sent += int64(len(datagram))
+	return 0, true
 }
 
 // openLocked makes a flow to a target. If it cannot, it returns why. The caller holds mu.

@@ -18,6 +18,9 @@ const (
 	// maxWait is how long a datagram may wait. Later it is of little use, since its sender has sent it
 	// again or has given up. It would only delay the datagrams behind it.
 	maxWait = 500 * time.Millisecond
+	// atOnceGap is how long no datagram must have come so that send sends the next one at once. A burst is sent
+	// faster by Read, which takes many datagrams at a time.
+	atOnceGap = 50 * time.Microsecond
 	// keepQueue is the capacity that an idle queue keeps, in bytes.
 	keepQueue = 4 << 10
 	// entryHeader is the length of the header of an entry: the time in milliseconds since queue.began,
@@ -35,7 +38,7 @@ const (
 type queue struct {
 	// Set once.
 	counters *Counters
-	passed   *traffic      // counts the datagrams that Read has taken
+	passed   *traffic      // counts the datagrams that were handed over
 	late     time.Duration // see maxWait
 	began    time.Time     // origin of the times in entries
 	wake     chan struct{} // wakes Read when a frame waits; capacity 1, since one token is enough
@@ -46,8 +49,11 @@ type queue struct {
 	left    int        // bytes of the entry at pos that Read has not taken; 0: pos is at the header of an entry
 	cycle   uint32     // how often in and out have changed places; share.bytes is valid for one cycle
 	open    time.Time  // since when the conn is open; time before it does not make a datagram late
-	waiting bool       // Read waits for wake
+	waiting bool       // Read waits for wake, so everything that was added before is sent
 	ended   error      // no frame can be added; Read returns this error when all frames are taken; nil: not ended
+
+	came   time.Time                    // when send was last called
+	atOnce func(head, body []byte) bool // see wire.SendBy; nil: no frame can be sent at once
 }
 
 // share is how much of a queue a flow has taken. The zero value is ready.
@@ -90,6 +96,28 @@ func (q *queue) add(s *share, k kind, id flowID, payload []byte, now time.Time) 
 	q.mu.Unlock()
 	q.wakeIf(wakes) // Read would wait for mu otherwise
 	return 0, true
+}
+
+// send sends a datagram of an open flow at once, in its caller's goroutine, if no frame waits, and datagrams come so
+// rarely that none could go in the same packet. Otherwise it adds the datagram. It returns why the datagram is dropped.
+// The caller holds no lock that others wait for.
+func (q *queue) send(s *share, id flowID, payload []byte, now time.Time) (drop Reason, ok bool) {
+	q.mu.Lock()
+	atOnce := q.atOnce
+	if !q.waiting || now.Sub(q.came) < atOnceGap {
+		atOnce = nil
+	}
+	q.came = now
+	q.mu.Unlock()
+	if atOnce != nil {
+		var head [frameHeader]byte
+		putHeader(head[:], kindDatagram, id, len(payload))
+		if atOnce(head[:], payload) {
+			q.passed.add(1, len(payload))
+			return 0, true
+		}
+	}
+	return q.add(s, kindDatagram, id, payload, now)
 }
 
 // control adds a frame that is not a datagram. If there is no room, it drops the frame: the other side

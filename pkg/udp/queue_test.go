@@ -125,6 +125,76 @@ func TestQueueTakesEnds(t *testing.T) {
 	}
 }
 
+// A datagram that comes alone is sent at once. A burst goes through the queue, and so does a datagram that the network
+// does not take at once, or that has others before it.
+func TestQueueSendsAtOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		q, c := newTestQueue()
+		var at, read []byte
+		refuses := false
+		(&wire{out: q}).SendBy(func(head, body []byte) bool {
+			if !refuses {
+				at = append(append(at, head...), body...)
+			}
+			return !refuses
+		})
+		var s share
+		send := func(text string) {
+			if why, ok := q.send(&s, 7, []byte(text), time.Now()); !ok {
+				t.Errorf("%q is dropped: %v", text, why)
+			}
+		}
+		send("nobody reads yet")
+		go func() {
+			for buf := make([]byte, 1000); ; {
+				n, err := q.Read(buf)
+				if err != nil {
+					return
+				}
+				read = append(read, buf[:n]...)
+			}
+		}()
+		pause := func() {
+			time.Sleep(atOnceGap)
+			synctest.Wait()
+		}
+		pause()
+		send("alone")
+		send("at the same moment")
+		pause()
+		refuses = true
+		send("no room")
+		refuses = false
+		pause()
+		mustAdd(t, q, &s, 7, []byte("in the queue"))
+		pause()
+		send("alone again")
+		q.end()
+		if why, ok := q.send(&s, 7, []byte("too late"), time.Now().Add(time.Second)); ok || why != DropLost {
+			t.Errorf("behind the end: %v, %t", why, ok)
+		}
+		synctest.Wait()
+		for name, want := range map[string]struct {
+			got   []byte
+			texts []string
+		}{
+			"at once": {at, []string{"alone", "alone again"}},
+			"read":    {read, []string{"nobody reads yet", "at the same moment", "no room", "in the queue"}},
+		} {
+			var frames []byte
+			for _, text := range want.texts {
+				frames = append(frames, encode(kindDatagram, 7, []byte(text))...)
+			}
+			if !bytes.Equal(want.got, frames) {
+				t.Errorf("%s: %q, want %q", name, want.got, frames)
+			}
+		}
+		if n := c.ToTarget.Datagrams.Load(); n != 6 {
+			t.Errorf("%d datagrams are counted", n)
+		}
+	})
+}
+
 // A datagram that has waited for half a second is dropped. Opens and ends are not.
 func TestQueueDropsLateDatagrams(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
