@@ -56,10 +56,11 @@ import (
 // after the direction's end (way.pauseAfterFin). So no stop is missed, and no sender waits for flow control
 // on a conn that has no reader.
 //
-// A SendMsg that waits for flow control returns only when it may send or the stream ends. So no call that
-// must not block calls SendMsg. Write hands its bytes to the sender goroutine, and small writes that come
-// while the sender is busy leave in one chunk. ReadFrom and WriteTo, which Splice uses, need neither the
-// sender nor the receiver goroutine. A fin needs no goroutine where way.sendsAtOnce returns true.
+// A SendMsg that waits for flow control returns only when it may send or the stream ends. So a call that
+// must not block calls SendMsg only where the way says that SendMsg does not wait (CloseWrite, TrySend).
+// Write hands its bytes to the sender goroutine, and small writes that come while the sender is busy leave in
+// one chunk. ReadFrom and WriteTo, which Splice uses, need neither the sender nor the receiver goroutine. A
+// fin needs no goroutine where way.sendsAtOnce returns true.
 type Conn struct {
 	// Set once.
 	way      way

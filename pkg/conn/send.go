@@ -22,7 +22,7 @@ type sendHalf struct {
 	writeMu  sync.Mutex // held by Write: one at a time
 	sendMu   sync.Mutex // held around way.SendMsg, which takes one caller at a time
 
-	atOnce atomic.Int64 // bytes that TrySend has sent, and ReadFrom has not counted yet
+	direct atomic.Int64 // bytes that TrySend has sent, and ReadFrom has not counted yet
 
 	// Set before the sender goroutine starts, which most conns need only at their end.
 	wake chan struct{} // signals the sender that there is something to send; capacity 1, so that signals merge
@@ -242,7 +242,7 @@ func (c *Conn) finish() {
 // ReadFrom sends the bytes of src until src ends. It reads them into a block and sends the block. An error
 // is from src, or says that this conn takes no more bytes. The bytes that TrySend sends meanwhile count.
 func (c *Conn) ReadFrom(src io.Reader) (n int64, err error) {
-	defer func() { n += c.out.atOnce.Swap(0) }()
+	defer func() { n += c.out.direct.Swap(0) }()
 	var gather pace
 	for {
 		if !c.out.flow.wait(c.out.done) {
@@ -273,20 +273,19 @@ func (c *Conn) ReadFrom(src io.Reader) (n int64, err error) {
 	}
 }
 
-// maxAtOnce is the most bytes that TrySend sends.
-const maxAtOnce = 2 << 10
+// maxTry is the most bytes that TrySend sends.
+const maxTry = 2 << 10
 
 // TrySend sends head and body as one chunk, in its caller's goroutine, if nothing waits to be sent before them and the
 // network takes them at once. Otherwise it sends nothing and returns false. It is for a source of small messages that
 // ReadFrom reads, while ReadFrom waits for the source.
 func (c *Conn) TrySend(head, body []byte) bool {
 	n := len(head) + len(body)
-	if n > maxAtOnce || !c.way.hasRoom() || !c.out.sendMu.TryLock() {
+	if n > maxTry {
 		return false
 	}
-	defer c.out.sendMu.Unlock()
 	c.mu.Lock()
-	free := c.out.tailLen == 0 && c.in.stop != noticeDue && !tunnel.IsClosed(c.out.done) && !tunnel.IsClosed(c.over)
+	free := c.out.tailLen == 0 && !tunnel.IsClosed(c.out.done) && !tunnel.IsClosed(c.over) && c.out.sendMu.TryLock()
 	if free {
 		c.goroutines++ // this call counts as a goroutine, so that gone waits for it
 	}
@@ -295,12 +294,16 @@ func (c *Conn) TrySend(head, body []byte) bool {
 		return false
 	}
 	defer c.oneLess()
+	defer c.out.sendMu.Unlock()
+	if !c.way.hasRoom() { // nobody takes the room away while sendMu is held
+		return false
+	}
 	block := c.blocks.get()
 	copy(payload(block)[copy(payload(block), head):], body)
 	if c.send(&outgoing{block: block, n: n}) != nil {
 		return false
 	}
-	c.out.atOnce.Add(int64(n))
+	c.out.direct.Add(int64(n))
 	return true
 }
 

@@ -261,7 +261,8 @@ func (c *carrier) acknowledges() (is bool) {
 	return is
 }
 
-// HasRoom reports whether the kernel takes some KiB at once. It returns false where nobody can tell.
+// HasRoom reports whether the kernel takes some KiB at once. Systems other than Linux do not say, and HasRoom returns
+// true there.
 func (c *carrier) HasRoom() (has bool) {
 	if c.raw != nil {
 		c.raw.Control(func(fd uintptr) { has = hasRoom(fd) })

@@ -383,7 +383,7 @@ func (q *Queue) startLocked(t *target, now time.Time) bool {
 // target or node has become silent.
 func (q *Queue) watchLocked() {
 	if q.waiting > 0 && (q.Conns == 0 || q.conns < q.Conns) {
-		q.wakeLocked(silenceInterval)
+		q.wakeLocked(time.Until(q.looked.Add(silenceInterval)))
 	}
 }
 

@@ -501,8 +501,8 @@ func transfer(dst, src net.Conn, reads *atomic.Int64) (n int64, rerr, werr error
 	}
 	sender, ok := dst.(trySender)
 	if from, takes := src.(messageSource); ok && takes {
-		from.SendBy(sender.TrySend)
-		defer from.SendBy(nil)
+		from.SetTrySend(sender.TrySend)
+		defer from.SetTrySend(nil)
 	}
 	from := &reader{r: src, reads: reads}
 	if to, ok := dst.(interface {
@@ -522,11 +522,12 @@ func transfer(dst, src net.Conn, reads *atomic.Int64) (n int64, rerr, werr error
 	return n, nil, werr
 }
 
-// messageSource is a conn whose Read returns messages that other goroutines have queued. Those goroutines may send a
-// message themselves by a function that SendBy has given them, if none waits in the queue. That is faster than to wake
-// the goroutine that reads.
+// messageSource is a conn whose Read returns messages that other goroutines have queued. While no message waits in the
+// queue, those goroutines may send one themselves, by the function that SetTrySend gives them. That is faster than to
+// wake the goroutine that reads.
 type messageSource interface {
-	SendBy(send func(head, body []byte) bool)
+	// SetTrySend sets the function; nil: every message goes through the queue.
+	SetTrySend(try func(head, body []byte) bool)
 }
 
 // trySender is a conn that can say whether it sends a message at once, see [conn.Conn.TrySend].

@@ -412,7 +412,7 @@ func (c *edgeConn) fail(f *edgeFlow, err error) {
 	c.out.control(kindEnd, f.id, refusalOf(err).encode())
 }
 
-// receive queues the target's datagrams for the cloud, until the socket is closed.
+// receive sends or queues the target's datagrams for the cloud, until the socket is closed.
 func (f *edgeFlow) receive() {
 	c := f.conn
 	handle := func(p []byte) bool {

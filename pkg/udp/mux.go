@@ -49,6 +49,7 @@ type mux struct {
 // newMux returns a mux for a target, by p's line now. The caller holds p.mu.
 func newMux(p *port, target string) *mux {
 	out := newQueue(p.counters, &p.counters.ToTarget, p.late)
+	out.lull = &p.lull
 	to := p.Listener
 	to.Target = target
 	log := p.log.With("target", target)

@@ -47,6 +47,7 @@ type port struct {
 	running  sync.WaitGroup // the muxes
 	gone     chan struct{}  // closed when the port has ended
 	drops    receiveDrops
+	lull     lull          // one goroutine receives for all muxes
 	keep     time.Duration // see keepConn
 	late     time.Duration // see newQueue
 
@@ -94,7 +95,7 @@ func (p *port) receiveWhile(ctx context.Context, sockets *listen.Sockets) error 
 	return p.receive()
 }
 
-// receive reads datagrams and queues them for the node, until the socket is closed. A panic does not
+// receive reads datagrams and sends or queues them for the node, until the socket is closed. A panic does not
 // end it.
 func (p *port) receive() error {
 	for {

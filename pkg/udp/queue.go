@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"io"
 	"sync"
+	"sync/atomic"
 	"time"
 )
 
@@ -18,9 +19,9 @@ const (
 	// maxWait is how long a datagram may wait. Later it is of little use, since its sender has sent it
 	// again or has given up. It would only delay the datagrams behind it.
 	maxWait = 500 * time.Millisecond
-	// atOnceGap is how long no datagram must have come so that send sends the next one at once. A burst is sent
-	// faster by Read, which takes many datagrams at a time.
-	atOnceGap = 50 * time.Microsecond
+	// shortLull is for how long a receiver must have had nothing to do so that the next datagram counts as one that
+	// comes alone. A burst is sent faster by Read, which takes many datagrams at a time.
+	shortLull = 30 * time.Microsecond
 	// keepQueue is the capacity that an idle queue keeps, in bytes.
 	keepQueue = 4 << 10
 	// entryHeader is the length of the header of an entry: the time in milliseconds since queue.began,
@@ -40,8 +41,12 @@ type queue struct {
 	counters *Counters
 	passed   *traffic      // counts the datagrams that were handed over
 	late     time.Duration // see maxWait
+	lull     *lull         // of all queues to which one goroutine adds datagrams
 	began    time.Time     // origin of the times in entries
 	wake     chan struct{} // wakes Read when a frame waits; capacity 1, since one token is enough
+
+	alone sync.Mutex        // held by sendAlone
+	head  [frameHeader]byte // of a datagram that sendAlone sends; guarded by alone
 
 	mu      sync.Mutex // guards the following, and share
 	in, out []byte     // entries
@@ -52,9 +57,19 @@ type queue struct {
 	waiting bool       // Read waits for wake, so everything that was added before is sent
 	ended   error      // no frame can be added; Read returns this error when all frames are taken; nil: not ended
 
-	came   time.Time                    // when send was last called
-	atOnce func(head, body []byte) bool // see wire.SendBy; nil: no frame can be sent at once
+	try func(head, body []byte) bool // see wire.SetTrySend; nil: no frame can be sent at once
 }
+
+// lull tells datagrams that come alone from those of a burst.
+type lull struct {
+	handled atomic.Int64 // when the last datagram was sent or queued, in nanoseconds since 1970
+}
+
+// is reports whether no datagram was handled for shortLull.
+func (l *lull) is(now time.Time) bool { return now.UnixNano()-l.handled.Load() >= int64(shortLull) }
+
+// ends notes that a datagram was handled.
+func (l *lull) ends() { l.handled.Store(time.Now().UnixNano()) }
 
 // share is how much of a queue a flow has taken. The zero value is ready.
 type share struct {
@@ -67,7 +82,8 @@ type share struct {
 func newQueue(c *Counters, passed *traffic, late time.Duration) *queue {
 	now := time.Now()
 	return &queue{
-		counters: c, passed: passed, late: cmp.Or(late, maxWait), began: now, open: now, wake: make(chan struct{}, 1),
+		counters: c, passed: passed, late: cmp.Or(late, maxWait), lull: new(lull), began: now,
+		open: now, wake: make(chan struct{}, 1),
 	}
 }
 
@@ -98,26 +114,28 @@ func (q *queue) add(s *share, k kind, id flowID, payload []byte, now time.Time) 
 	return 0, true
 }
 
-// send sends a datagram of an open flow at once, in its caller's goroutine, if no frame waits, and datagrams come so
-// rarely that none could go in the same packet. Otherwise it adds the datagram. It returns why the datagram is dropped.
-// The caller holds no lock that others wait for.
+// send sends a datagram of an open flow in its caller's goroutine, if the datagram comes alone, no frame waits, and the
+// network takes it at once. Otherwise it adds the datagram. It returns why the datagram is dropped.
 func (q *queue) send(s *share, id flowID, payload []byte, now time.Time) (drop Reason, ok bool) {
-	q.mu.Lock()
-	atOnce := q.atOnce
-	if !q.waiting || now.Sub(q.came) < atOnceGap {
-		atOnce = nil
-	}
-	q.came = now
-	q.mu.Unlock()
-	if atOnce != nil {
-		var head [frameHeader]byte
-		putHeader(head[:], kindDatagram, id, len(payload))
-		if atOnce(head[:], payload) {
-			q.passed.add(1, len(payload))
-			return 0, true
-		}
+	defer q.lull.ends() // behind a write: on a slow machine the next datagrams have come meanwhile, and are a burst
+	if q.lull.is(now) && q.sendAlone(id, payload) {
+		q.passed.add(1, len(payload))
+		return 0, true
 	}
 	return q.add(s, kindDatagram, id, payload, now)
+}
+
+// sendAlone sends a datagram if no frame waits and the network takes it at once.
+func (q *queue) sendAlone(id flowID, payload []byte) bool {
+	q.mu.Lock()
+	try, waiting := q.try, q.waiting
+	q.mu.Unlock()
+	if try == nil || !waiting || !q.alone.TryLock() {
+		return false
+	}
+	defer q.alone.Unlock()
+	putHeader(q.head[:], kindDatagram, id, len(payload))
+	return try(q.head[:], payload)
 }
 
 // control adds a frame that is not a datagram. If there is no room, it drops the frame: the other side

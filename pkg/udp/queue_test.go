@@ -132,7 +132,7 @@ func TestQueueSendsAtOnce(t *testing.T) {
 		q, c := newTestQueue()
 		var at, read []byte
 		refuses := false
-		(&wire{out: q}).SendBy(func(head, body []byte) bool {
+		(&wire{out: q}).SetTrySend(func(head, body []byte) bool {
 			if !refuses {
 				at = append(append(at, head...), body...)
 			}
@@ -155,7 +155,7 @@ func TestQueueSendsAtOnce(t *testing.T) {
 			}
 		}()
 		pause := func() {
-			time.Sleep(atOnceGap)
+			time.Sleep(shortLull)
 			synctest.Wait()
 		}
 		pause()

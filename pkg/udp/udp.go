@@ -18,6 +18,7 @@
 //	caller ──▶ port ── table: which flow ──▶ mux ── queue ──▶ conn ──▶ edgeConn ── flow's socket ──▶ target
 //	caller ◀── port ◀──────────────────────── mux ◀───────── conn ◀── queue ◀──── flow's goroutine ◀── target
 //
+// A datagram that comes alone passes by an empty queue: the goroutine that has received it writes it to the conn.
 // The datagrams of a flow arrive in order, and none arrives twice. If a buffer is full, the package drops
 // the datagram and counts it in [Counters] with its [Reason]; it never waits for room. A flow ends after a
 // minute without a datagram. If the conn is lost, all its flows end, and the next datagram of each caller

@@ -42,11 +42,11 @@ var (
 // Read returns frames for the other side. It returns io.EOF after end of the queue.
 func (w *wire) Read(p []byte) (int, error) { return w.out.Read(p) }
 
-// SendBy is called by Splice: while send is not nil, it sends a frame at once, or returns false.
-func (w *wire) SendBy(send func(head, body []byte) bool) {
+// SetTrySend is called by Splice. try sends a frame at once, or returns false; nil: all frames go through the queue.
+func (w *wire) SetTrySend(try func(head, body []byte) bool) {
 	w.out.mu.Lock()
 	defer w.out.mu.Unlock()
-	w.out.atOnce = send
+	w.out.try = try
 }
 
 // Write handles the frames in p. An error of the protocol ends the conn by a reset.

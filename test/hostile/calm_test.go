@@ -230,8 +230,8 @@ type goroutines struct {
 const (
 	// spare is how many goroutines come and go with the requests of the calm.
 	spare = 100
-	// watchInterval is how often the cloud is asked how many goroutines it has. Each answer takes it some milliseconds,
-	// for which well-behaved requests may have to wait.
+	// watchInterval is how often the cloud is asked how many goroutines it has, in the long form. Each answer takes it
+	// some milliseconds, for which the well-behaved requests that are timed may have to wait.
 	watchInterval = 250 * time.Millisecond
 )
 
@@ -239,12 +239,16 @@ func (l *lab) watchGoroutines(t *testing.T) *goroutines {
 	t.Helper()
 	const metric = "go_goroutines"
 	g := &goroutines{l: l, before: l.metric(t, metric)}
+	interval := poll
+	if long() {
+		interval = watchInterval
+	}
 	stop, most := make(chan struct{}), make(chan float64)
 	go func() {
 		seen := 0.0
 		for {
 			select {
-			case <-time.After(watchInterval):
+			case <-time.After(interval):
 			case most <- seen:
 				return
 			case <-stop: // nobody asks
@@ -306,7 +310,7 @@ func (d *delays) String() string {
 		typical(d.p99).Round(10*time.Microsecond), d.n)
 }
 
-// isWorse reports whether p99 under attack is more than noWorse times that of calm and a tick.
+// isWorse reports whether p99 under attack exceeds noWorse times the p99 of calm by more than a tick.
 func isWorse(calm, attacked delays) bool {
 	return typical(attacked.p99) > noWorse*typical(calm.p99)+tick
 }
@@ -317,7 +321,7 @@ func checkDelay(t *testing.T, calm, attacked delays) {
 	times := float64(typical(attacked.p99)) / float64(typical(calm.p99))
 	t.Logf("others wait: calm: %s; attacked: %s; %.1f × calm in %d rounds", &calm, &attacked, times, len(calm.p99))
 	if long() && isWorse(calm, attacked) {
-		t.Errorf("p99 of others is %.1f × that of calm; want %d × and %s at most", times, noWorse, tick)
+		t.Errorf("p99 of others is %.1f × that of calm; want %d × and %s more at most", times, noWorse, tick)
 	}
 }
 
