@@ -107,8 +107,9 @@ const (
 	// lastTime is how long the old process continues before it drains. Callers that the old process accepted last have
 	// this time for their TLS handshake.
 	lastTime = 1500 * time.Millisecond
-	// restartTimeout is how long tunnel restart waits for the answer of the old process. The old process waits for at
-	// most busyTime, startTime and one second, 2*moveTime, and systemdTime, one after the other.
+	// restartTimeout is how long tunnel restart waits for the answer of the old process. The old process has several
+	// waits, one after the other: busyTime, startTime and one second, 2*moveTime, and systemdTime. The 10 s are for the
+	// second and systemdTime, and to spare.
 	restartTimeout = busyTime + startTime + 2*moveTime + 10*time.Second
 	// firstTime is how long after the first edge has come the new process waits for the other edges before it serves.
 	// An edge without conns keeps its old session for stream.Overlap, which is longer than firstTime and lastTime

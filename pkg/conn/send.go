@@ -276,9 +276,9 @@ func (c *Conn) ReadFrom(src io.Reader) (n int64, err error) {
 // maxTry is the most bytes that TrySend sends.
 const maxTry = 2 << 10
 
-// TrySend sends head and body as one chunk, in its caller's goroutine, if nothing waits to be sent before them and the
-// network takes them at once. Otherwise it sends nothing and returns false. It is for a source of small messages that
-// ReadFrom reads, while ReadFrom waits for the source.
+// TrySend sends a small message without waiting: head and body, as one chunk. It sends nothing and returns false if
+// other bytes wait to be sent, another goroutine sends, or the kernel has no room. While ReadFrom waits for its source,
+// the source may send a message so, instead of waking ReadFrom.
 func (c *Conn) TrySend(head, body []byte) bool {
 	n := len(head) + len(body)
 	if n > maxTry {

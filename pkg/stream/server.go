@@ -551,8 +551,8 @@ func (s *Server) intercept(srv any, stream grpc.ServerStream, _ *grpc.StreamServ
 // maxUnserved bounds the streams of a session that have no handler yet. gRPC starts the handler of a stream soon after
 // it has read the stream, so an honest edge has few such streams. gRPC refuses some streams without a handler, such as
 // one with a wrong content type. A refused stream counts until the connection ends, because gRPC keeps its answer if
-// the peer does not read. The answer may be 128 KiB long: it quotes up to 2 × Limits.Metadata bytes, four bytes for
-// each.
+// the peer does not read. The answer may be 128 KiB long: it quotes up to 2 × Limits.Metadata bytes of the peer, and
+// escapes each by up to four bytes.
 const maxUnserved = 32
 
 // With more such streams, or with one before a session, the server reads no further until handlers run. It checks every

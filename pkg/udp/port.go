@@ -168,8 +168,8 @@ func (p *port) forward(caller netip.AddrPort, c *control, datagram []byte) (why 
 	return why, ok
 }
 
-// flowOf returns the flow to which a datagram belongs, and counts the datagram as sent. If the datagram is the first of
-// its flow, flowOf opens the flow, queues the datagram, and returns nil. why and ok are the result of forward then.
+// flowOf returns the open flow of a datagram, and counts the datagram as sent. If there is no such flow, it opens one,
+// queues the datagram, and returns nil. If it cannot, it also returns nil, and ok is false; why is the reason.
 func (p *port) flowOf(
 	caller netip.AddrPort, c *control, datagram []byte, now time.Time,
 ) (f *flow, why Reason, ok bool) {
