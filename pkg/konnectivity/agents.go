@@ -425,7 +425,7 @@ func (l *agentLink) awaitEnd(stream context.Context, grant auth.Grant) {
 		case <-l.ended:
 			return
 		case <-stream.Done():
-			l.end(errors.New("the agent has gone"))
+			l.streamEnded(errors.New("the agent has gone"))
 			return
 		case <-grant.Revoked:
 			l.end(errUnauthenticated())

@@ -166,7 +166,7 @@ func (m *mux) sendLoop() {
 				continue
 			}
 			if err := m.stream.SendMsg(o.packet); err != nil {
-				m.end(errors.New("sending on the stream has failed"))
+				m.streamEnded(errors.New("sending on the stream has failed"))
 				return
 			}
 			// SendMsg blocks while the peer does not read. So a packet counts as queued until SendMsg
@@ -182,6 +182,19 @@ func (m *mux) sendLoop() {
 			}
 			m.mu.Unlock()
 		}
+	}
+}
+
+// reasonTimeout is how long streamEnded waits for the reason.
+const reasonTimeout = time.Second
+
+// streamEnded ends the mux, because gRPC has ended its stream. Only RecvMsg returns the reason, so the goroutine that
+// receives gets reasonTimeout to end the mux: it may wait for a reader. After that, the reason is err.
+func (m *mux) streamEnded(err error) {
+	select {
+	case <-m.ended:
+	case <-time.After(reasonTimeout):
+		m.end(err)
 	}
 }
 
