@@ -663,6 +663,25 @@ func TestWaitForHandlers(t *testing.T) {
 	})
 }
 
+// The server reads an edge's next stream after a pause if many of its streams wait for their handlers, and otherwise at
+// once. So a burst of streams does not hold up the other edges.
+func TestGiveWay(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		for unserved, want := range map[int64]time.Duration{0: 0, manyUnserved: 0, manyUnserved + 1: unservedPause} {
+			var r transport
+			r.session.Store(new(cloudSession))
+			r.unserved.Store(unserved)
+			start := time.Now()
+			if tooMany := new(Server).count(&r, 1, 0); tooMany {
+				t.Errorf("with %d streams without a handler, one more is too many", unserved)
+			}
+			if took := time.Since(start); took != want {
+				t.Errorf("with %d streams without a handler, the next one waits for %s, not for %s", unserved, took, want)
+			}
+		}
+	})
+}
+
 // A node that joins again and again is refused, and the log has few lines. It can join again soon.
 func TestJoinsLimit(t *testing.T) {
 	onFakeClock(t, func(t *testing.T, r *rig) {

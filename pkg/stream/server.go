@@ -555,8 +555,11 @@ func (s *Server) intercept(srv any, stream grpc.ServerStream, _ *grpc.StreamServ
 // escapes each by up to four bytes.
 const maxUnserved = 32
 
-// With more such streams, or with one before a session, the server reads no further until handlers run. It checks every
-// unservedPause, and unservedPauses times at most. A busy process may run the handlers late.
+// With more than manyUnserved such streams, the server reads a session's next stream after a pause: see giveWay.
+const manyUnserved = 12
+
+// With more than maxUnserved such streams, or with one before a session, the server reads no further until handlers
+// run. It checks every unservedPause, and unservedPauses times at most. A busy process may run the handlers late.
 const (
 	unservedPause  = time.Millisecond
 	unservedPauses = 2000
@@ -588,6 +591,9 @@ func (s *Server) count(t *transport, streams, frames int) (tooMany bool) {
 		}
 		cs.Close(err)
 		return true
+	}
+	if streams > 0 {
+		t.giveWay()
 	}
 	if streams > 0 && !t.waitForHandlers(maxUnserved, cs.done) {
 		if tunnel.IsClosed(cs.done) {

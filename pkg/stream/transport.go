@@ -81,6 +81,14 @@ func (c serverCreds) Clone() credentials.TransportCredentials {
 	return serverCreds{c.TransportCredentials.Clone(), c.attach, c.count, c.balancers}
 }
 
+// giveWay pauses if t begins streams faster than their handlers start. Without the pause, all goroutines of the process
+// would wait behind these handlers; and the Go scheduler seldom looks at the network while goroutines wait to run.
+func (t *transport) giveWay() {
+	if t.unserved.Load() > manyUnserved {
+		time.Sleep(unservedPause)
+	}
+}
+
 // waitForHandlers waits while more than most streams of t have no handler. It returns false if they get none, or if
 // ended is closed meanwhile.
 func (t *transport) waitForHandlers(most int64, ended <-chan struct{}) bool {
