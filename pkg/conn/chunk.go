@@ -36,12 +36,21 @@ const (
 	chunkTrailer = 4
 	// grpcHeader is gRPC's message prefix (compressed flag and length).
 	grpcHeader = 5
-	// MaxPayload makes a full chunk exactly two HTTP/2 DATA frames of the 16,384
-	// bytes that grpc-go sends at most.
-	MaxPayload = 2*16384 - grpcHeader - chunkHeader
+	// maxRecord is how many bytes a data connection gives TLS in one record. Such a record of TLS 1.3, and the header of
+	// its WebSocket message (RFC 6455 section 5.2: 14 bytes at most), fit into one record of the TLS that a proxy ends:
+	// a full record would take two, and two system calls at each box.
+	maxRecord = 16384 - recordOverhead - 14
+	// recordOverhead is how many bytes TLS 1.3 adds to a record.
+	recordOverhead = 5 + 1 + 16
+	// MaxPayload makes a full chunk exactly two records of a data connection. On a stream, it is two HTTP/2 DATA frames
+	// of at most 16,384 bytes.
+	MaxPayload = 2*maxRecord - chunkHeader
+	// maxChunk is the longest payload that is accepted from a data connection, in bytes: earlier versions fill two DATA
+	// frames.
+	maxChunk = 2*16384 - grpcHeader - chunkHeader
 	// blockSize is the length of a block. Go rounds it up to pages of 8 KiB, so two bytes more would take
 	// 40 KiB.
-	blockSize = chunkHeader + MaxPayload + chunkTrailer
+	blockSize = chunkHeader + maxChunk + chunkTrailer
 	// MaxIncoming is the longest payload that is accepted, in bytes. It leaves peers room to choose
 	// another size than ours.
 	MaxIncoming = 64 << 10

@@ -77,7 +77,7 @@ const (
 	frameHeader = chunkHeader
 	// chunkOverhead is how many bytes are sent beside a chunk's payload: the header, and what TLS 1.3
 	// adds to a record.
-	chunkOverhead = frameHeader + 5 + 1 + 16
+	chunkOverhead = frameHeader + recordOverhead
 	// MaxControlFrame bounds frames that are no chunks. They hold the same as control messages.
 	MaxControlFrame = MaxMessage
 )
@@ -181,10 +181,16 @@ func (d *Data) Send(typ byte, data []byte) error {
 // sendEnd sends an empty chunk with flagEnd.
 func (d *Data) sendEnd() error { return d.Send(frameChunk|flagEnd, nil) }
 
-// writeChunk sends a chunk whose payload is in the block.
+// writeChunk sends a chunk whose payload is in the block. Each Write becomes a record.
 func (d *Data) writeChunk(block *[]byte, n int, flags byte) error {
 	b := (*block)[:chunkHeader+n]
 	binary.BigEndian.PutUint32(b, uint32(frameChunk|flags)<<24|uint32(n)) // less than 24 bits
+	for len(b) > maxRecord {
+		if _, err := d.Write(b[:maxRecord]); err != nil {
+			return err
+		}
+		b = b[maxRecord:]
+	}
 	_, err := d.Write(b)
 	return err
 }
@@ -195,7 +201,7 @@ func header(typ byte, n int) []byte {
 
 // isChunk reports whether a frame is a chunk with known flags and a length that is allowed.
 func isChunk(typ byte, n int) bool {
-	return typ&^(flagFin|flagStop|flagEnd|flagAbort) == frameChunk && n <= MaxPayload
+	return typ&^(flagFin|flagStop|flagEnd|flagAbort) == frameChunk && n <= maxChunk
 }
 
 // Receive waits for a frame that is no chunk, and holds at most limit bytes.

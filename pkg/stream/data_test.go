@@ -612,7 +612,7 @@ func TestEdgeBreaksTheDataProtocol(t *testing.T) {
 		"a stop with bytes":          append(header(frameChunk|flagStop, 1), 'x'),
 		"opened, and then an attach": append(header(conn.FrameOpened, 0), header(conn.FrameAttach, 0)...),
 		"opened, and an end":         append(header(conn.FrameOpened, 0), header(frameChunk|flagEnd, 0)...),
-		"opened, and a long chunk":   append(header(conn.FrameOpened, 0), header(frameChunk, conn.MaxPayload+1)...),
+		"opened, and a long chunk":   append(header(conn.FrameOpened, 0), header(frameChunk, 1<<15)...),
 	} {
 		t.Run(name, func(t *testing.T) {
 			r := newRig(t)

@@ -381,7 +381,9 @@ http {
 // haproxy starts HAProxy as an HTTP ingress that closes silent WebSockets after timeout.
 func (s *site) haproxy(timeout string) (addr string) {
 	path := s.box("haproxy")
-	config, addr := s.configure("haproxy.cfg", `defaults
+	config, addr := s.configure("haproxy.cfg", `global
+	tune.bufsize 65536
+defaults
 	mode http
 	log stdout format raw local0
 	option httplog
