@@ -51,8 +51,6 @@ const (
 	// noWorse is how many times as long as in calm others may wait: the 99th of a hundred
 	// requests.
 	noWorse = 2
-	// moreRounds is how many rounds an attack has in all, if others waited too long in the first rounds.
-	moreRounds = 15
 	// often is how long a caller waits before its next request.
 	often = 4 * time.Millisecond
 	// comesBack is after what time an attacker that was refused tries again. Faster ones
@@ -64,9 +62,9 @@ const (
 
 // endure lets the attacks happen, one after the other, by turns with calm.
 func (l *lab) endure(attacks []attack) {
-	firstRounds, phase := 1, 300*time.Millisecond
+	phase := 300 * time.Millisecond
 	if long() {
-		firstRounds, phase = 5, 1500*time.Millisecond
+		phase = 1500 * time.Millisecond
 		debug.SetGCPercent(1000) // what calm callers wait for is not their own collector
 	}
 	probe := newProbe(l)
@@ -88,8 +86,7 @@ func (l *lab) endure(attacks []attack) {
 			running := l.watchGoroutines(t)
 			answers := newAnswers()
 			var calm, attacked delays
-			rounds := firstRounds
-			for round := 0; round < rounds; round++ {
+			for round := 1; ; round++ {
 				calm.add(probe.sample(phase))
 				stop, err := a.start(l, answers)
 				if err != nil {
@@ -106,10 +103,8 @@ func (l *lab) endure(attacks []attack) {
 				}
 				stop()
 				time.Sleep(phase / 4) // what the attack leaves behind goes
-				// A round has some 270 requests, and only three are slower than its p99. If five rounds look bad, all
-				// of moreRounds are judged: they tell chance from harm.
-				if round == firstRounds-1 && long() && probe.err == nil && worse(calm, attacked) > noWorse {
-					rounds = moreRounds
+				if !long() || probe.err != nil || enough(round, worse(calm, attacked)) {
+					break
 				}
 			}
 			if probe.err != nil {
@@ -127,6 +122,13 @@ func (l *lab) endure(attacks []attack) {
 			l.t.Fatalf("%s has ended the cloud", a.name)
 		}
 	}
+}
+
+// enough reports whether that many rounds tell whether others wait too long. A round has some 270 requests, and only
+// three are slower than its p99, so chance makes some rounds look bad. If five rounds look bad, 15 are judged, and then
+// 45: they tell chance from harm.
+func enough(rounds int, worse float64) bool {
+	return rounds == 45 || (rounds == 5 || rounds == 15) && worse <= noWorse
 }
 
 // answers counts what attacks were answered with.
