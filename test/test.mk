@@ -67,7 +67,7 @@ fuzz-choose: ## the same, with Services that a fuzzer makes, for FUZZTIME (60s)
 	@cd test/services && ../../bin/services.test -test.run '^$$' -test.fuzz '^FuzzChoose$$' -test.fuzztime $(FUZZTIME) \
 		-test.fuzzcachedir "$$(go env GOCACHE)/fuzz/tunnel.example/tunnel/test/services"
 
-hostile: ## edges, callers and strangers that mean harm: what the others notice (nineteen minutes)
+hostile: ## edges, callers and strangers that mean harm: what the others notice (twenty-five minutes)
 	TUNNEL_HOSTILE=1 go test -count=1 -timeout 90m -v ./test/hostile
 
 busy: iproute2 strace proxies ## all tests of the main module, twenty times beside four busy processes: a test that needs a fast machine fails (two and a half hours; RUNS=5)
