@@ -31,7 +31,7 @@ const (
 	payload = "canary-payload-0815"
 	// leastOfDirect is the part of the speed of the row "directly" that every other row must reach. The box, cloud,
 	// edge, caller and target share the processors, so this is far from what the box costs on a machine of its own.
-	leastOfDirect = 0.15
+	leastOfDirect = 0.3
 )
 
 // program is the binary under test.
