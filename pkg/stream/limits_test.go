@@ -664,22 +664,33 @@ func TestWaitForHandlers(t *testing.T) {
 }
 
 // The server reads an edge's next stream after a pause if many of its streams wait for their handlers, and otherwise at
-// once. So a burst of streams does not hold up the other edges.
+// once. So a burst of streams does not hold up the other edges. Another replica speaks for many callers, and may go on.
 func TestGiveWay(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		for unserved, want := range map[int64]time.Duration{0: 0, manyUnserved: 0, manyUnserved + 1: unservedPause} {
+	for _, tt := range []struct {
+		node     tunnel.NodeName // "": another replica
+		unserved int64
+		pause    time.Duration
+	}{
+		{"edge1", 0, 0},
+		{"edge1", manyUnserved, 0},
+		{"edge1", manyUnserved + 1, unservedPause},
+		{"", manyUnserved + 1, 0},
+	} {
+		synctest.Test(t, func(t *testing.T) {
+			cs := new(cloudSession)
+			cs.pub = &tunnel.Session{Node: tt.node}
 			var r transport
-			r.session.Store(new(cloudSession))
-			r.unserved.Store(unserved)
+			r.session.Store(cs)
+			r.unserved.Store(tt.unserved)
 			start := time.Now()
 			if tooMany := new(Server).count(&r, 1, 0); tooMany {
-				t.Errorf("with %d streams without a handler, one more is too many", unserved)
+				t.Errorf("%+v: one more stream is too many", tt)
 			}
-			if took := time.Since(start); took != want {
-				t.Errorf("with %d streams without a handler, the next one waits for %s, not for %s", unserved, took, want)
+			if paused := time.Since(start); paused != tt.pause {
+				t.Errorf("%+v: the server pauses for %s", tt, paused)
 			}
-		}
-	})
+		})
+	}
 }
 
 // A node that joins again and again is refused, and the log has few lines. It can join again soon.

@@ -555,7 +555,7 @@ func (s *Server) intercept(srv any, stream grpc.ServerStream, _ *grpc.StreamServ
 // escapes each by up to four bytes.
 const maxUnserved = 32
 
-// With more than manyUnserved such streams, the server reads a session's next stream after a pause: see giveWay.
+// With more than manyUnserved such streams, the server reads a node's next stream after a pause: see giveWay.
 const manyUnserved = 12
 
 // With more than maxUnserved such streams, or with one before a session, the server reads no further until handlers
@@ -592,7 +592,7 @@ func (s *Server) count(t *transport, streams, frames int) (tooMany bool) {
 		cs.Close(err)
 		return true
 	}
-	if streams > 0 {
+	if streams > 0 && cs.isNode() {
 		t.giveWay()
 	}
 	if streams > 0 && !t.waitForHandlers(maxUnserved, cs.done) {
